@@ -1,0 +1,97 @@
+"""Grouped-query self-attention with rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from samestep.families import ModelSpec
+from samestep.model.linear import Linear
+from samestep.ops import Precision, apply_rope, attention
+
+
+@dataclass
+class Context:
+    """What every layer needs to know of the micro-batch. Tensors are int64 [rows, positions].
+
+    Attributes:
+        position_ids: position inside the document.
+        spans: (row, start, stop) of every document, or None where each row is one document.
+        token_keys: names of the positions for dropout; None where nothing is dropped.
+        dropout_key: function of a layer's site name -> key.
+        cache: keys and values of earlier positions, for generation.
+    """
+
+    position_ids: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+    spans: tuple[tuple[int, int, int], ...] | None = None
+    token_keys: torch.Tensor | None = None
+    dropout_base: int = 0
+    cache: KeyValueCache | None = None
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the positions generated so far: layer -> ([rows, positions, heads, head_dim], same)."""
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return next(iter(self.layers.values()))[0].shape[1] if self.layers else 0
+
+    def append(self, layer: int, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer in self.layers:
+            old_k, old_v = self.layers[layer]
+            k_BSKD, v_BSKD = torch.cat([old_k, k_BSKD], dim=1), torch.cat([old_v, v_BSKD], dim=1)
+        self.layers[layer] = (k_BSKD, v_BSKD)
+        return k_BSKD, v_BSKD
+
+
+class AttentionCore(nn.Module):
+    """The part between the projections; layouts that split the sequence replace this member."""
+
+    def __init__(self, spec: ModelSpec, precision: Precision):
+        super().__init__()
+        self.dropout, self.softmax_dtype = spec.attention_dropout, precision.softmax
+
+    def forward(
+        self, q_BSHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, context: Context, dropout_key: int
+    ) -> torch.Tensor:
+        return attention(
+            q_BSHD,
+            k_BTKD,
+            v_BTKD,
+            spans=context.spans,
+            softmax_dtype=self.softmax_dtype,
+            dropout_p=self.dropout if self.training else 0.0,
+            dropout_key=dropout_key,
+            token_keys_BS=context.token_keys,
+        )
+
+
+class Attention(nn.Module):
+    """x [B, S, hidden] -> [B, S, hidden]."""
+
+    def __init__(self, spec: ModelSpec, precision: Precision, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, queries, precision)
+        self.k_proj = Linear(spec.hidden_size, keys, precision)
+        self.v_proj = Linear(spec.hidden_size, keys, precision)
+        self.o_proj = Linear(queries, spec.hidden_size, precision)
+        self.attention_core = AttentionCore(spec, precision)
+
+    def forward(self, x_BSC: torch.Tensor, context: Context, dropout_key: int) -> torch.Tensor:
+        q_BSHD = self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        k_BSKD = self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        v_BSKD = self.v_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        q_BSHD = apply_rope(q_BSHD, *context.rope, context.position_ids)
+        k_BSKD = apply_rope(k_BSKD, *context.rope, context.position_ids)
+        if context.cache is not None:
+            k_BSKD, v_BSKD = context.cache.append(self.layer, k_BSKD, v_BSKD)
+        out_BSHD = self.attention_core(q_BSHD, k_BSKD, v_BSKD, context, dropout_key)
+        return self.o_proj(out_BSHD.flatten(-2))

@@ -1,0 +1,33 @@
+"""The MLP of a decoder layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samestep.families import ModelSpec
+from samestep.model.linear import Linear
+from samestep.ops import Precision, get_activation, swiglu
+
+
+class FeedForward(nn.Module):
+    """Gated: down(act(gate(x)) * up(x)) (Shazeer 2020); else down(act(up(x))). x is [B, S, hidden]."""
+
+    def __init__(self, spec: ModelSpec, precision: Precision):
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, precision) if spec.gated else None
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, precision)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, precision)
+        activation = get_activation(spec.hidden_act)
+        self.fused = spec.hidden_act == "fusedswiglu"
+        self.activation = None if self.fused else activation
+
+    def forward(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        up_BSF = self.up_proj(x_BSC)
+        if self.gate_proj is None:
+            assert self.activation is not None
+            return self.down_proj(self.activation(up_BSF))
+        gate_BSF = self.gate_proj(x_BSC)
+        if self.activation is None:
+            return self.down_proj(swiglu(gate_BSF, up_BSF))
+        return self.down_proj(self.activation(gate_BSF) * up_BSF)

@@ -1,0 +1,29 @@
+"""First values of parameters: a function of (seed, parameter name) alone, so equal on any layout."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, initializer_range: float) -> None:
+    """Fill every parameter: matrices N(0, initializer_range^2), norm weights 1, biases 0.
+
+    Drawn on the CPU in float32 whatever the parameter's dtype, so that a float64 model starts from the same numbers.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.copy_(first_value(name, parameter.shape, seed, initializer_range))
+
+
+def first_value(name: str, shape: torch.Size, seed: int, initializer_range: float) -> torch.Tensor:
+    """The whole first value of one parameter, float32."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(0.0, initializer_range, generator=generator)

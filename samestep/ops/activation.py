@@ -1,0 +1,147 @@
+"""GELU, SiLU and SwiGLU. Input and output have one dtype; float16 and bfloat16 are computed in float32 inside."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from samestep import torch_private
+from samestep.errors import ConfigError
+from samestep.ops.precision import wide
+
+
+class GELU(nn.Module):
+    """`x * Phi(x)` (Hendrycks and Gimpel 2016).
+
+    Args:
+        approximate: `none` (erf) or `tanh` (their approximation).
+
+    Raises:
+        ConfigError: another value of `approximate`.
+    """
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ConfigError(
+                f"approximate={approximate!r} is not a form of GELU", field="model.hidden_act", fix="use none or tanh"
+            )
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class SiLU(nn.Module):
+    """`x * sigmoid(x)` (Elfwing et al. 2017).
+
+    Args:
+        inplace: overwrite the input with the result. As always in PyTorch, the input may then not be a leaf that
+            requires a gradient.
+    """
+
+    def __init__(self, inplace: bool = False):
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x, inplace=self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"inplace={self.inplace}"
+
+
+class _SwiGlu(torch.autograd.Function):
+    """Saves its two inputs and nothing else: silu(gate) is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        # silu of a float32 copy for low dtypes: rounding silu(gate) before the product would double the error.
+        return F.silu(gate.to(wide(gate.dtype))).mul_(up).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        math_dtype = wide(gate.dtype)
+        gate_wide, grad_wide = gate.to(math_dtype), grad.to(math_dtype)
+        dgate = dup = None
+        if ctx.needs_input_grad[0]:
+            dgate = torch_private.silu_backward(grad_wide * up, gate_wide).to(gate.dtype)
+        if ctx.needs_input_grad[1]:
+            dup = F.silu(gate_wide).mul_(grad_wide).to(up.dtype)
+        return dgate, dup
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` (Shazeer 2020, eq. 6), both of one shape and dtype.
+
+    Raises:
+        ValueError: shapes or dtypes differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must have one shape and dtype"
+        )
+    return _SwiGlu.apply(gate, up)
+
+
+class FusedSwiGlu(nn.Module):
+    """`silu(first half) * second half` along a dimension."""
+
+    def forward(self, x: Tensor, dim: int = -1) -> Tensor:
+        """x with an even size along `dim` -> half that size. ValueError where the size is odd."""
+        if x.shape[dim] % 2:
+            raise ValueError(f"SwiGLU halves dimension {dim}, whose size {x.shape[dim]} is odd")
+        gate, up = x.chunk(2, dim)
+        return swiglu(gate, up)
+
+
+ACTIVATION_MAP: dict[str, type[nn.Module]] = {"gelu": GELU, "silu": SiLU, "fusedswiglu": FusedSwiGlu}
+
+
+def get_activation(name: str, **kwargs: Any) -> nn.Module:
+    """The module of `model.hidden_act`, case ignored; `kwargs` go to its constructor.
+
+    Raises:
+        ConfigError: a name that is not in `ACTIVATION_MAP`.
+    """
+    cls = ACTIVATION_MAP.get(str(name).lower())
+    if cls is None:
+        raise ConfigError(
+            f"{name!r} is not an activation",
+            field="model.hidden_act",
+            fix=f"write one of {', '.join(ACTIVATION_MAP)}",
+        )
+    return cls(**kwargs)
+
+
+def reference_gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Twin of `GELU`."""
+    z = x.to(wide(x.dtype))
+    if approximate == "tanh":
+        y = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    else:
+        y = 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
+    return y.to(x.dtype)
+
+
+def reference_silu(x: Tensor) -> Tensor:
+    """Twin of `SiLU`."""
+    z = x.to(wide(x.dtype))
+    return (z / (1 + torch.exp(-z))).to(x.dtype)
+
+
+def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Twin of `swiglu`."""
+    z = gate.to(wide(gate.dtype))
+    return (z * torch.sigmoid(z) * up.to(z.dtype)).to(gate.dtype)

@@ -1,0 +1,231 @@
+"""Which dtype each part of the model computes in, and the linear layer that obeys it.
+
+Dtypes travel as a `Precision` value, never through globals or autocast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from samestep import torch_private
+from samestep.errors import ConfigError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+_LOW = (torch.bfloat16, torch.float16)
+# Asked once, at import: torch.compile cannot trace the question.
+_CPU_HAS_UNITS = {
+    torch.bfloat16: torch_private.cpu_has_bfloat16_units(),
+    torch.float16: torch_private.cpu_has_float16_units(),
+}
+
+
+def parse_dtype(name: str, field: str | None = None) -> torch.dtype:
+    """The dtype of a name such as `bfloat16` or `bf16`.
+
+    Args:
+        name: one of the names that a configuration may hold.
+        field: dotted name of the configuration field, for the message.
+
+    Raises:
+        ConfigError: an unknown name; the message lists the known ones.
+    """
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ConfigError(f"{name!r} is not a dtype", field=field, fix=f"write one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: float32, or float64 where one of `dtypes` is float64."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one model.
+
+    Args:
+        params: storage of the parameters.
+        compute: operands of the matrix products.
+        layernorm: inside RMSNorm and LayerNorm.
+        softmax: attention scores and their softmax.
+        rotary: rotation tables and their application.
+        gradient: accumulation of the gradients.
+        reduce: reduction of the gradients over ranks.
+        loss: logits, their softmax and the loss.
+    """
+
+    params: torch.dtype = torch.float32
+    compute: torch.dtype = torch.bfloat16
+    layernorm: torch.dtype = torch.float32
+    softmax: torch.dtype = torch.float32
+    rotary: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    loss: torch.dtype = torch.float32
+
+    @classmethod
+    def from_config(cls, model_config: Any) -> Precision:
+        """Reads `params_dtype`, `compute_dtype`, `layernorm_compute_dtype`, ... (strings) of a model section.
+
+        An attribute that is missing or None keeps its default.
+
+        Raises:
+            ConfigError: a string that is no dtype.
+        """
+        named = {}
+        for name, attribute in _CONFIG_FIELDS.items():
+            text = getattr(model_config, attribute, None)
+            if text is not None:
+                named[name] = parse_dtype(text, field=f"model.{attribute}")
+        return cls(**named)
+
+    def raised(self, dtype: torch.dtype) -> Precision:
+        """The same model with every part in `dtype`: float64 or float32, to judge its logic without rounding."""
+        return Precision(**{field.name: dtype for field in fields(self)})
+
+
+_CONFIG_FIELDS = {
+    "params": "params_dtype",
+    "compute": "compute_dtype",
+    "layernorm": "layernorm_compute_dtype",
+    "softmax": "softmax_compute_dtype",
+    "rotary": "rotary_dtype",
+    "gradient": "gradient_dtype",
+    "reduce": "reduce_dtype",
+    "loss": "loss_dtype",
+}
+
+
+def has_native_matmul(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether `device` multiplies matrices of `dtype` in hardware, so that a plain product is the fast one."""
+    return torch.device(device).type != "cpu" or _CPU_HAS_UNITS.get(dtype, True)
+
+
+def wide_matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`a @ b`, both of one dtype, with the product kept in `wide(dtype)`: no rounding to bfloat16 or float16."""
+    if a_MK.dtype in _LOW and a_MK.device.type == "cuda":
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    dtype = wide(a_MK.dtype)
+    return a_MK.to(dtype) @ b_KN.to(dtype)
+
+
+def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`a @ b` in their common dtype, or in float32 where the device has no units for that dtype."""
+    return a_MK @ b_KN if has_native_matmul(a_MK.dtype, a_MK.device) else wide_matmul(a_MK, b_KN)
+
+
+class _LowLinear(torch.autograd.Function):
+    """A linear layer whose operands are rounded to bfloat16 or float16 and whose sums are formed in float32.
+
+    The product is rounded once, to `out_dtype`. Saved for backward: x in the compute dtype and the weight itself (its
+    rounded copy is made again). The weight gradient reaches a float32 weight without a rounding on the way, so that
+    accumulation over micro-batches adds float32 numbers.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, compute: torch.dtype, out: torch.dtype
+    ) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1]).to(compute)
+        weight_IO = weight_OI.to(compute).t()
+        bias = None if bias_O is None else bias_O.to(compute)
+        if out == compute and has_native_matmul(compute, x.device):
+            product_NO = F.linear(x_NI, weight_IO.t(), bias)
+        else:
+            product_NO = wide_matmul(x_NI, weight_IO)
+            if bias is not None:
+                product_NO += bias
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.x_like = (x.shape, x.dtype)
+        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        return product_NO.to(out).view(*x.shape[:-1], weight_OI.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        shape, dtype = ctx.x_like
+        compute = x_NI.dtype
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        # A float32 gradient is used as it is where the product runs in float32 anyway, and always for float16, whose
+        # range is too small for an unscaled gradient.
+        narrow = grad_NO.dtype == compute or (compute is torch.bfloat16 and has_native_matmul(compute, grad.device))
+        operand = compute if narrow else wide(grad_NO.dtype)
+        grad_NO = grad_NO.to(operand)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            multiply = _matmul if dtype == operand else wide_matmul
+            dx = multiply(grad_NO, weight_OI.to(compute).to(operand)).to(dtype).view(shape)
+        if ctx.needs_input_grad[1]:
+            multiply = _matmul if weight_OI.dtype == operand else wide_matmul
+            dweight = multiply(grad_NO.t(), x_NI.to(operand)).to(weight_OI.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = grad_NO.sum(0, dtype=wide(operand)).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None
+
+
+def linear(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    compute_dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` with all three rounded to `compute_dtype` first.
+
+    On a CPU without bfloat16 / float16 units the values are still rounded to `compute_dtype`, but the product runs in
+    float32, which is several times faster and no less exact.
+
+    Args:
+        x: `[..., I]`, any floating dtype.
+        weight_OI: any floating dtype, usually that of `Precision.params`.
+        bias_O: or None.
+        compute_dtype: dtype of the operands.
+        out_dtype: dtype of the result; `compute_dtype` unless told. A wider one keeps the product unrounded.
+
+    Returns:
+        `[..., O]`. Gradients come in the dtype of their inputs; those of the parameters are not rounded to a dtype
+        narrower than the parameter's.
+    """
+    out_dtype = compute_dtype if out_dtype is None else out_dtype
+    if compute_dtype in _LOW:
+        return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype)
+    bias = None if bias_O is None else bias_O.to(compute_dtype)
+    return F.linear(x.to(compute_dtype), weight_OI.to(compute_dtype), bias).to(out_dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in float64 with its values rounded to `dtype`, and a gradient that passes unrounded. For the twins."""
+    x64 = x.double()
+    return x64 + (x64.to(dtype).double() - x64).detach()
+
+
+def reference_linear(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    compute_dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Twin of `linear`: the rounded operands multiplied in float64, the result rounded once."""
+    product = rounded(x, compute_dtype) @ rounded(weight_OI, compute_dtype).T
+    if bias_O is not None:
+        product = product + rounded(bias_O, compute_dtype)
+    return product.to(compute_dtype if out_dtype is None else out_dtype)

@@ -1,0 +1,387 @@
+"""The plan: what a configuration means on a number of ranks, as numbers. Pure arithmetic; imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from samestep.config.schema import Config, ParallelismConfig
+from samestep.errors import ConfigError
+from samestep.families import ModelSpec, flops_per_token, parameter_count, parameter_shapes, resolve_model
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MASTERED = {"bfloat16", "float16"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism; `data_parallel` = replicate x shard."""
+
+    world_size: int
+    data_parallel: int
+    replicate: int
+    shard: int
+    tensor: int
+    context: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the plan needs to know of the data.
+
+    Attributes:
+        samples, tokens, targets: of one epoch; tokens are inputs.
+        step_lengths, step_targets: of the samples of the first global batch.
+        vocab_size: of the tokenizer.
+    """
+
+    samples: int
+    tokens: int
+    targets: int
+    step_lengths: tuple[int, ...]
+    step_targets: tuple[int, ...]
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward of one rank: samples `start` to `stop` of the global batch."""
+
+    rank: int
+    index: int
+    start: int
+    stop: int
+    samples: int
+    tokens: int | None
+    padding: int | None
+    targets: int | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, by category. Activations and logits are estimates of one micro-batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    masters: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved numbers of a run. Samples, tokens and targets are of one global batch unless named otherwise."""
+
+    layout: Layout
+    global_batch_size: int
+    local_batch_size: int
+    accumulation_steps: int
+    samples_trained: int
+    samples_dropped: int
+    divides: bool
+    nearest_dividing: tuple[int, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    steps: int
+    steps_per_epoch: int | None
+    epochs: float | None
+    last_batch_samples: int | None
+    tokens: int | None
+    targets: int | None
+    padding: int | None
+    parameters: int
+    flops_per_step: float | None
+    memory: Memory
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """All numbers as JSON values; `memory` also has its total."""
+        values = asdict(self)
+        values["memory"]["total"] = self.memory.total
+        return values
+
+
+def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
+    """Degrees of parallelism on `world_size` ranks.
+
+    Raises:
+        ConfigError: degrees that do not divide the ranks; the message names the nearest that do.
+    """
+    tensor, context, pipeline = (
+        parallelism.tensor_parallel,
+        parallelism.context_parallel,
+        parallelism.pipeline_parallel,
+    )
+    inner = tensor * context * pipeline
+    if world_size % inner:
+        name = max(
+            ("tensor_parallel", tensor), ("context_parallel", context), ("pipeline_parallel", pipeline), key=_second
+        )[0]
+        raise ConfigError(
+            f"tensor x context x pipeline parallel = {tensor} x {context} x {pipeline} = {inner} does not divide "
+            f"the {world_size} rank{'s' if world_size > 1 else ''} of this run",
+            field=f"parallelism.{name}",
+            fix=f"write degrees whose product is one of {_divisors(world_size)}, or start {inner} ranks",
+        )
+    data_parallel = world_size // inner
+    shard = parallelism.data_parallel_shard
+    if shard < 0:
+        shard = data_parallel
+    if data_parallel % shard:
+        raise ConfigError(
+            f"{shard} does not divide the data-parallel degree {data_parallel}",
+            field="parallelism.data_parallel_shard",
+            fix=f"write -1 (all of it) or one of {_divisors(data_parallel)}",
+        )
+    return Layout(world_size, data_parallel, data_parallel // shard, shard, tensor, context, pipeline)
+
+
+def _second(pair: tuple[str, int]) -> int:
+    return pair[1]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def usable_samples(samples: int, unit: int, remainder: str) -> int:
+    """How many samples of a global batch are trained; `unit` is data_parallel x local_batch_size."""
+    return samples // unit * unit if remainder == "drop" else samples
+
+
+def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
+    """Consecutive (start, stop) ranges whose sizes differ by at most one, larger ones first; some may be empty."""
+    size, larger = divmod(count, parts)
+    ranges, start = [], 0
+    for part in range(parts):
+        stop = start + size + (part < larger)
+        ranges.append((start, stop))
+        start = stop
+    return ranges
+
+
+def split_step(samples: int, data_parallel: int, local_batch_size: int) -> list[list[tuple[int, int]]]:
+    """The micro-batches of every data-parallel rank, as (start, stop) ranges into the global batch.
+
+    Ranks take consecutive blocks, as even as possible; each block is cut into micro-batches of `local_batch_size`.
+    """
+    table = []
+    for start, stop in split_evenly(samples, data_parallel):
+        table.append([(at, min(at + local_batch_size, stop)) for at in range(start, stop, local_batch_size)])
+    return table
+
+
+def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = None) -> Plan:
+    """Resolve a configuration into numbers.
+
+    Args:
+        world_size: number of ranks.
+        facts: of the data; without them tokens, targets and epochs are None where they cannot be known.
+
+    Raises:
+        ConfigError: numbers that do not fit together; each message names the ways out.
+    """
+    layout = resolve_layout(config.parallelism, world_size)
+    training = config.training
+    spec = resolve_model(config.model, facts.vocab_size if facts else config.model.vocab_size or 1)
+    _check_batch(config, layout, facts)
+    _check_schedule(config)
+    unit = layout.data_parallel * training.local_batch_size
+    trained = usable_samples(training.global_batch_size, unit, training.remainder)
+    if facts:
+        trained = min(trained, usable_samples(len(facts.step_lengths), unit, training.remainder))
+    ranks = split_step(trained, layout.data_parallel, training.local_batch_size)
+    micro_batches = _micro_batches(config, ranks, spec, facts)
+    tokens = _total([m.tokens for m in micro_batches])
+    divides = training.global_batch_size % unit == 0
+    steps_per_epoch, last = _epoch_steps(config, facts)
+    context = (spec.seq_length + 1) / 2 if not facts else _mean_context(facts)
+    return Plan(
+        layout=layout,
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        accumulation_steps=max(len(rank) for rank in ranks),
+        samples_trained=trained,
+        samples_dropped=training.global_batch_size
+        - usable_samples(training.global_batch_size, unit, training.remainder),
+        divides=divides,
+        nearest_dividing=() if divides else _nearest(training.global_batch_size, unit),
+        micro_batches=tuple(micro_batches),
+        steps=training.steps,
+        steps_per_epoch=steps_per_epoch,
+        epochs=training.steps / steps_per_epoch if steps_per_epoch else None,
+        last_batch_samples=last,
+        tokens=tokens,
+        targets=_total([m.targets for m in micro_batches]),
+        padding=_total([m.padding for m in micro_batches]),
+        parameters=parameter_count(spec),
+        flops_per_step=None if tokens is None else flops_per_token(spec, context) * tokens,
+        memory=_memory(config, spec, micro_batches),
+        notes=tuple(_notes(config, layout, divides, unit, facts, last)),
+    )
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _mean_context(facts: DataFacts) -> float:
+    tokens = sum(facts.step_lengths)
+    return sum(length * (length + 1) / 2 for length in facts.step_lengths) / tokens if tokens else 0.0
+
+
+def _nearest(size: int, unit: int) -> tuple[int, ...]:
+    lower = size // unit * unit
+    return tuple(value for value in (lower, lower + unit) if value)
+
+
+def _check_batch(config: Config, layout: Layout, facts: DataFacts | None) -> None:
+    training = config.training
+    unit = layout.data_parallel * training.local_batch_size
+    size = training.global_batch_size
+    if unit > size:
+        raise ConfigError(
+            f"data_parallel x local_batch_size = {layout.data_parallel} x {training.local_batch_size} = {unit} is more "
+            f"than global_batch_size {size}",
+            field="training.global_batch_size",
+            fix=f"raise global_batch_size to {unit} or more, or lower local_batch_size to "
+            f"{max(1, size // layout.data_parallel)} or less",
+        )
+    if training.remainder == "error" and size % unit:
+        raise ConfigError(
+            f"{size} is not a multiple of data_parallel x local_batch_size = {unit}, and training.remainder is error",
+            field="training.global_batch_size",
+            fix=f"write {' or '.join(map(str, _nearest(size, unit)))}, or remainder: use",
+        )
+    if facts is None:
+        return
+    if not usable_samples(min(size, facts.samples), unit, training.remainder):
+        raise ConfigError(
+            f"the data has {facts.samples} samples, fewer than data_parallel x local_batch_size = {unit}: dropping the "
+            "remainder leaves nothing to train on",
+            field="training.remainder",
+            fix=f"write remainder: use, or local_batch_size {max(1, facts.samples // layout.data_parallel)} or less",
+        )
+    last = facts.samples % size
+    if training.remainder == "error" and training.last_batch == "use" and last % unit:
+        raise ConfigError(
+            f"the last batch of an epoch has {last} samples, no multiple of data_parallel x local_batch_size = {unit}",
+            field="training.remainder",
+            fix="write remainder: use, or last_batch: drop",
+        )
+    if training.last_batch == "drop" and facts.samples < size:
+        raise ConfigError(
+            f"the data has {facts.samples} samples, fewer than global_batch_size {size}: dropping the short batch "
+            "leaves nothing to train on",
+            field="training.last_batch",
+            fix=f"write last_batch: use, or a global_batch_size of {facts.samples} or less",
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    if schedule.warmup_ratio is None and schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"a warm-up of {schedule.warmup_steps} steps is longer than the run of training.steps {steps}",
+            field="lr_scheduler.warmup_steps",
+            fix=f"write {steps} or less, or warmup_ratio",
+        )
+    if schedule.type != "constant" and schedule.lr_end > schedule.learning_rate:
+        raise ConfigError(
+            f"{schedule.lr_end} is above the learning_rate {schedule.learning_rate}",
+            field="lr_scheduler.lr_end",
+            fix=f"write {schedule.learning_rate} or less",
+        )
+
+
+def _micro_batches(
+    config: Config, ranks: list[list[tuple[int, int]]], spec: ModelSpec, facts: DataFacts | None
+) -> list[MicroBatch]:
+    packed = config.training.micro_batch == "packed"
+    fixed = config.train_dataset.rows == "cut"
+    table = []
+    for rank, ranges in enumerate(ranks):
+        for index, (start, stop) in enumerate(ranges):
+            tokens = targets = padding = None
+            if facts:
+                lengths = facts.step_lengths[start:stop]
+                tokens, targets = sum(lengths), sum(facts.step_targets[start:stop])
+                padding = 0 if packed else max(lengths) * len(lengths) - tokens
+            elif fixed:
+                tokens = targets = (stop - start) * spec.seq_length
+                padding = 0
+            table.append(MicroBatch(rank, index, start, stop, stop - start, tokens, padding, targets))
+    return table
+
+
+def _epoch_steps(config: Config, facts: DataFacts | None) -> tuple[int | None, int | None]:
+    if facts is None:
+        return None, None
+    full, last = divmod(facts.samples, config.training.global_batch_size)
+    return full + (1 if last and config.training.last_batch == "use" else 0), last
+
+
+def _memory(config: Config, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
+    count = parameter_count(spec)
+    model = config.model
+    compute, loss = BYTES[model.compute_dtype], BYTES[model.loss_dtype]
+    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches) if micro_batches else 0
+    widest = widest or config.training.local_batch_size * spec.seq_length
+    largest = max(math.prod(shape) for shape in parameter_shapes(spec).values())
+    # Kept for the backward of one layer: both norms' inputs and outputs, q, k, v and the attention's output, and the
+    # MLP's gate, up and product. Norms keep a copy in their own dtype as well.
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    mlp = (3 if spec.gated else 2) * spec.intermediate_size
+    per_layer = (4 * spec.hidden_size + attention + mlp) * compute + 2 * spec.hidden_size * BYTES[
+        model.layernorm_compute_dtype
+    ]
+    head_tokens = min(widest, max(1, 2**26 // (spec.vocab_size * loss)))
+    return Memory(
+        parameters=count * BYTES[model.params_dtype],
+        gradients=count * BYTES[model.gradient_dtype],
+        optimizer=2 * count * max(4, BYTES[model.params_dtype]),
+        masters=count * 4 if model.params_dtype in MASTERED else 0,
+        activations=widest * (spec.num_layers * per_layer + 2 * spec.hidden_size * compute),
+        logits=2 * head_tokens * spec.vocab_size * loss + (spec.vocab_size * spec.hidden_size * loss if largest else 0),
+    )
+
+
+def _notes(
+    config: Config, layout: Layout, divides: bool, unit: int, facts: DataFacts | None, last: int | None
+) -> list[str]:
+    training = config.training
+    notes = []
+    size = training.global_batch_size
+    if not divides:
+        nearest = " or ".join(map(str, _nearest(size, unit)))
+        outcome = (
+            f"{size % unit} samples of every global batch are discarded (remainder: drop)"
+            if training.remainder == "drop"
+            else "the last micro-batch is smaller; every sample is trained once"
+        )
+        notes.append(
+            f"global_batch_size {size} is not a multiple of {unit}: {outcome}. {nearest} would divide exactly."
+        )
+    if size > unit:
+        notes.append(
+            "Accumulation saves memory; it is no faster than a true large batch. "
+            "If memory allows, raise local_batch_size: the step stays the same."
+        )
+    if training.loss_normalization == "micro_batch_mean":
+        notes.append("loss_normalization micro_batch_mean: the step depends on how the batch is split.")
+    if config.parallelism.data_parallel_shard < -1:
+        notes.append("parallelism.data_parallel_shard: a negative value means all of data parallel; write -1.")
+    if config.model.attention_dropout > 0:
+        notes.append("attention_dropout > 0 runs the reference attention: slower, with a score matrix in memory.")
+    if facts and last and training.last_batch == "use":
+        notes.append(f"The last batch of every epoch has {last} samples (last_batch: use).")
+    if facts and last and training.last_batch == "drop":
+        notes.append(f"The last {last} samples of every epoch are not trained (last_batch: drop).")
+    return notes

@@ -1,0 +1,158 @@
+"""What a run writes down: `metrics.jsonl`, `events.jsonl`, TensorBoard. The schemas are in docs/run_folder.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.config.schema import TensorboardConfig
+from samestep.step.step import StepReport
+
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s from the vendors' data sheets, by a part of the device name."""
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: what is not finite becomes null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s the device can reach at most, or None where it is not known (any CPU)."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+class PeakMemory:
+    """Peak memory since creation: on a GPU what PyTorch allocated, on a CPU growth of the largest resident set."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._before = 0 if device.type == "cuda" else _resident_maximum()
+
+    def bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _resident_maximum() - self._before
+
+
+def _resident_maximum() -> int:
+    try:
+        with open("/proc/self/status") as status:  # noqa: PTH123 (read at every step)
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+class JsonLines:
+    """A file of one JSON object a line. Each line reaches the operating system before `write` returns."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> int:
+        """Force everything to disk; returns the size in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut_back(path: Path, size: int, lost: Path) -> int:
+    """Cut a file back to `size` bytes; what was beyond goes to the end of `lost`. Returns the number of lines moved."""
+    if not path.exists() or path.stat().st_size <= size:
+        return 0
+    with path.open("rb+") as file:
+        file.seek(size)
+        tail = file.read()
+        with lost.open("ab") as kept:
+            kept.write(tail if tail.endswith(b"\n") else tail + b"\n")
+            kept.flush()
+            os.fsync(kept.fileno())
+        file.truncate(size)
+        os.fsync(file.fileno())
+    return tail.count(b"\n")
+
+
+class Metrics:
+    """Writer of a run's numbers and events.
+
+    Args:
+        flops_per_token: of training, for `mfu`.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, flops_per_token: float, tensorboard: TensorboardConfig):
+        self.folder = folder
+        self.rows = JsonLines(folder / "metrics.jsonl")
+        self.events = JsonLines(folder / "events.jsonl")
+        self.memory = PeakMemory(device)
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(device)
+        self._tensorboard = tensorboard
+        self._writer: Any = None
+
+    def step(self, step: int, report: StepReport, consumed: int, seconds: float) -> None:
+        """Write one step's row; `seconds` is its wall time with the fetching of its data."""
+        rate = report.tokens / seconds
+        terms = {name: finite(value) for name, value in report.terms.items()} if len(report.terms) > 1 else {}
+        row = {
+            "step": step,
+            "loss": finite(report.loss),
+            "grad_norm": finite(report.grad_norm),
+            "clip_coefficient": finite(report.clip_coefficient),
+            "lr": report.learning_rate,
+            "targets": report.targets,
+            "tokens": report.tokens,
+            "samples": report.samples,
+            "consumed_samples": consumed,
+            "accumulation_steps": report.accumulation_steps,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "targets_per_second": report.targets / seconds,
+            "mfu": rate * self._flops_per_token / self._peak_flops if self._peak_flops else None,
+            "peak_memory_bytes": self.memory.bytes(),
+            "skipped": report.skipped is not None,
+            **({"terms": terms} if terms else {}),
+        }
+        self.rows.write(**row)
+        if step % self._tensorboard.log_interval == 0:
+            names = ("loss", "grad_norm", "clip_coefficient", "lr", "tokens_per_second", "peak_memory_bytes")
+            self._scalars({f"train/{name}": row[name] for name in names}, step)
+
+    def evaluation(self, step: int, loss: float, targets: int, seconds: float) -> None:
+        self.rows.write(step=step, eval_loss=finite(loss), eval_targets=targets, eval_seconds=seconds)
+        self._scalars({"eval/loss": loss}, step)
+
+    def event(self, kind: str, step: int, **details: Any) -> None:
+        self.events.write(event=kind, step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
+
+    def _scalars(self, values: dict[str, Any], step: int) -> None:
+        if not self._tensorboard.enable:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A resumed run writes some steps again: TensorBoard then hides what it had from this step on.
+            self._writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.rows.close()
+        self.events.close()
+        if self._writer is not None:
+            self._writer.close()

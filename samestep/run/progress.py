@@ -1,0 +1,141 @@
+"""What a run shows on the terminal: a bar, or plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from samestep.plan import Plan
+
+if TYPE_CHECKING:
+    from samestep.step.step import StepReport
+
+_SHOWN_MICRO_BATCHES = 8
+
+
+def amount(value: float) -> str:
+    """1234567 -> 1.23 M."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def mebibytes(value: int) -> str:
+    return f"{value / 2**20:,.1f} MiB"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number, or what it means that there is none."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "none"
+
+
+class Display:
+    """Progress of one run.
+
+    Args:
+        interval: steps between plain lines where the output is no terminal.
+    """
+
+    def __init__(self, total_steps: int, interval: int, console: Console | None = None):
+        self.console = console or Console()
+        self._total, self._interval = total_steps, interval
+        self._bar: Progress | None = None
+
+    def start(self, step: int) -> None:
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=self.console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, completed=step)
+        self._since, self._tokens = time.perf_counter(), 0
+
+    def step(self, step: int, report: StepReport) -> None:
+        self._tokens += report.tokens
+        due = step % self._interval == 0 or step == self._total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+        if due:
+            now = time.perf_counter()
+            rate = self._tokens / max(now - self._since, 1e-9)
+            text = (
+                f"loss {number(report.loss)}  norm {number(report.grad_norm, 3)}  lr {report.learning_rate:.3e}"
+                f"  {amount(rate)} tokens/s"
+            )
+            if self._bar is not None:
+                self._bar.update(self._task, description=text)
+            else:
+                self.say(f"step {step}/{self._total}  {text}")
+            self._since, self._tokens = now, 0
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print a plan as a table of facts, a table of micro-batches, and notes."""
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _facts(plan):
+        facts.add_row(name, value)
+    console.print(facts)
+    table = Table(title="micro-batches of the first step", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("rank", "micro-batch", "samples", "tokens", "padding", "targets"):
+        table.add_column(heading, justify="right")
+    for micro in plan.micro_batches[:_SHOWN_MICRO_BATCHES]:
+        cells = (micro.rank, micro.index, micro.samples, micro.tokens, micro.padding, micro.targets)
+        table.add_row(*("?" if cell is None else str(cell) for cell in cells))
+    hidden = len(plan.micro_batches) - _SHOWN_MICRO_BATCHES
+    if hidden > 0:
+        table.add_row("...", f"{hidden} more")
+    console.print(table)
+    for note in plan.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    layout, memory = plan.layout, plan.memory
+
+    def known(value: float | int | None, unit: str = "") -> str:
+        return "?" if value is None else f"{amount(value)}{unit}"
+
+    ranks = "1 rank" if layout.data_parallel == 1 else f"{layout.data_parallel} ranks"
+    batch = f"{plan.global_batch_size} samples = {plan.accumulation_steps} x {plan.local_batch_size} on {ranks}"
+    if plan.samples_dropped:
+        batch += f", {plan.samples_dropped} dropped"
+    epochs = "" if plan.epochs is None else f" = {plan.epochs:.2f} epochs of {plan.steps_per_epoch} steps"
+    degrees = ("replicate", "shard", "tensor", "context", "pipeline")
+    flops = known(plan.flops_per_step, "FLOP")
+    parts = (
+        f"parameters {mebibytes(memory.parameters)}",
+        f"gradients {mebibytes(memory.gradients)}",
+        f"optimizer {mebibytes(memory.optimizer)}",
+        f"masters {mebibytes(memory.masters)}",
+        f"activations ~{mebibytes(memory.activations)}",
+        f"logits ~{mebibytes(memory.logits)}",
+    )
+    return [
+        ("layout", " x ".join(f"{name} {getattr(layout, name)}" for name in degrees)),
+        ("global batch", batch),
+        ("run", f"{plan.steps} steps{epochs}"),
+        (
+            "a step",
+            f"{known(plan.tokens)} tokens, {known(plan.targets)} targets, {known(plan.padding)} padding, {flops}",
+        ),
+        ("parameters", f"{plan.parameters:,}"),
+        ("memory", f"{mebibytes(memory.total)}: {', '.join(parts)}"),
+    ]

@@ -1,0 +1,308 @@
+"""A whole run: the loop around the step, and the events user code can listen to."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from samestep.config.load import dump
+from samestep.config.schema import Config
+from samestep.data.batch import Batch
+from samestep.data.dataset import data_facts, load_data, make_order
+from samestep.data.tokenize import Tokenizer, load_tokenizer
+from samestep.errors import CheckpointError, ConfigError, TrainingError
+from samestep.families import flops_per_token
+from samestep.plan import make_plan
+from samestep.run import checkpoint
+from samestep.run.evaluate import evaluate
+from samestep.run.metrics import Metrics, cut_back
+from samestep.run.progress import Display, number, show_plan
+from samestep.run.setup import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    build_model,
+    build_step,
+    choose_device,
+    describe_machine,
+    load_weights,
+    micro_batches,
+)
+from samestep.step.step import StepReport
+
+
+@dataclass
+class RunState:
+    """Counters of a run; all of it is in every checkpoint.
+
+    Attributes:
+        step: global batches consumed.
+        updates: steps that were not skipped.
+        consumed_samples: the cursor of the data.
+        consecutive_skips: skipped steps since the last update.
+    """
+
+    step: int = 0
+    updates: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    consecutive_skips: int = 0
+
+
+class Events:
+    """Base of listeners. Setting a flag asks the loop for something after the current step; it is then reset."""
+
+    should_stop = False
+    should_save = False
+    should_evaluate = False
+
+    def on_train_begin(self, trainer: Trainer) -> None: ...
+    def on_step_begin(self, trainer: Trainer) -> None: ...
+    def on_micro_batch(self, trainer: Trainer, index: int, sums: dict[str, torch.Tensor]) -> None: ...
+    def on_step_end(self, trainer: Trainer, report: StepReport) -> None: ...
+    def on_evaluate(self, trainer: Trainer, loss: float, targets: int) -> None: ...
+    def on_save(self, trainer: Trainer, path: Path) -> None: ...
+    def on_train_end(self, trainer: Trainer) -> None: ...
+
+
+class Trainer:
+    """Trains the model of a configuration on this process.
+
+    Args:
+        resume: `none` (refuse a folder that holds a run), `auto` (go on from the newest complete checkpoint, or begin
+            where there is none), or the path of a checkpoint.
+        listeners: told of every event.
+        warnings: what loading the configuration had to say.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before anything slow, with what to do.
+    """
+
+    def __init__(
+        self, config: Config, *, resume: str = "none", listeners: Sequence[Events] = (), warnings: Sequence[str] = ()
+    ):
+        self.config, self.listeners = config, list(listeners)
+        self.folder = Path(config.output_dir)
+        self.checkpoints = Path(config.checkpoint.save_path or self.folder / "checkpoints")
+        self.display = Display(config.training.steps, config.monitor.log_interval)
+        self.state = RunState()
+        self.stop_signal: signal.Signals | None = None
+        self.last_checkpoint, passed_over = self._find_checkpoint(resume)
+        loaded = checkpoint.load(self.last_checkpoint) if self.last_checkpoint else None
+        self.device = choose_device()
+        torch.use_deterministic_algorithms(config.training.deterministic)
+        self.data = load_data(config, self._kept_tokenizer(loaded))
+        self.plan = make_plan(config, 1, data_facts(config, self.data))
+        self.order = make_order(config, self.data)
+        self.model = build_model(config, self.data.tokenizer.vocab_size).to(self.device)
+        self.step = build_step(config, self.model)
+        if loaded:
+            self._load_weights(loaded)
+        lost = self._open_folder(loaded)
+        flops = flops_per_token(self.model.spec, (self.model.spec.seq_length + 1) / 2)
+        self.metrics = Metrics(self.folder, self.device, flops, config.monitor.tensorboard)
+        for text in [*warnings, *(f"checkpoint passed over: {reason}" for reason in passed_over)]:
+            self.warn(text)
+        if loaded:
+            self._take_over(loaded, lost)
+
+    # ---- before the loop
+
+    def _find_checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
+        if resume == "none":
+            if (self.folder / CONFIG_FILE).exists():
+                raise ConfigError(
+                    f"{self.folder} already holds a run",
+                    field="output_dir",
+                    fix="write --resume auto to go on with it, another output_dir, or remove the folder",
+                )
+            return None, []
+        if resume == "auto":
+            return checkpoint.newest(self.checkpoints)
+        return Path(resume), []
+
+    def _kept_tokenizer(self, loaded: checkpoint.Checkpoint | None) -> Tokenizer | None:
+        return load_tokenizer(loaded.path / TOKENIZER_FILE, self.config.tokenizer.end_token) if loaded else None
+
+    def _load_weights(self, loaded: checkpoint.Checkpoint) -> None:
+        load_weights(self.model, loaded)
+        if loaded.state["data_fingerprint"] != self.data.train.fingerprint():
+            raise CheckpointError(
+                f"{loaded.path}: the training data differs from what this run began with, so its place in the "
+                "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
+            )
+
+    def _open_folder(self, loaded: checkpoint.Checkpoint | None) -> int:
+        """Make the run folder and cut its records back to the checkpoint; returns the number of rows cut."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / CONFIG_FILE).write_text(dump(self.config), encoding="utf-8")
+        (self.folder / TOKENIZER_FILE).write_text(self.data.tokenizer.to_json(), encoding="utf-8")
+        size = loaded.state["metrics_bytes"] if loaded else 0
+        return cut_back(self.folder / "metrics.jsonl", size, self.folder / "metrics.lost.jsonl")
+
+    def _take_over(self, loaded: checkpoint.Checkpoint, lost: int) -> None:
+        self.state = RunState(**loaded.state["run"])
+        self.step.updater.load_state(loaded.optimizer, self.state.updates)
+        checkpoint.set_random_states(loaded.state["random"])
+        self.metrics.event("resume", self.state.step, checkpoint=str(loaded.path), rows_moved_to_lost=lost)
+        self.display.say(f"resumed from {loaded.path} at step {self.state.step}")
+
+    # ---- the loop
+
+    def train(self) -> RunState:
+        """Run to the last step, or to the end of the step in which SIGINT or SIGTERM arrives; both end with a save.
+
+        Raises:
+            TrainingError: `max_consecutive_skipped_steps` was reached (saved before).
+        """
+        self._introduce()
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._tell("on_train_begin")
+        self.display.start(self.state.step)
+        try:
+            while self.state.step < self.config.training.steps and not self._stopping():
+                self._take_step()
+                if self._due(self.config.evaluation.interval_steps) or self._wanted("should_evaluate"):
+                    self._evaluate()
+                if (
+                    self._due(self.config.checkpoint.save_interleaved_steps)
+                    or self._wanted("should_save")
+                    or self._stopping()
+                ):
+                    self._save()
+                self._check_skips()
+        finally:
+            self.display.stop()
+            self.metrics.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        self._tell("on_train_end")
+        return self.state
+
+    def _take_step(self) -> None:
+        start = time.perf_counter()
+        self._tell("on_step_begin")
+        batches = self._next_batches()
+        self.state.step += 1
+        report = self.step(batches, self._on_micro_batch if self.listeners else None)
+        self.state.updates = self.step.updater.updates
+        self.state.skipped += report.skipped is not None
+        self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
+        self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start)
+        if report.skipped:
+            self._record_skip(report)
+        self.display.step(self.state.step, report)
+        self._tell("on_step_end", report)
+
+    def _next_batches(self) -> list[Batch]:
+        """Micro-batches of the next global batch; moves the cursor. Batches of which nothing may be used are passed."""
+        while True:
+            samples = self.order.next(self.state.consumed_samples)
+            self.state.consumed_samples = samples.consumed
+            batches = micro_batches(self.config, self.data.train, samples, self.state.step + 1)
+            used = sum(batch.samples for batch in batches)
+            if used < len(samples.rows):
+                self.metrics.event("dropped_samples", self.state.step + 1, samples=len(samples.rows) - used)
+            if batches:
+                return batches
+
+    def _record_skip(self, report: StepReport) -> None:
+        self.metrics.event(
+            "skipped_step",
+            self.state.step,
+            reason=report.skipped,
+            loss=str(report.loss),
+            grad_norm=str(report.grad_norm),
+            consecutive=self.state.consecutive_skips,
+        )
+        self.display.say(f"step {self.state.step} skipped: {report.skipped}; weights and optimizer are unchanged")
+
+    def _check_skips(self) -> None:
+        limit = self.config.training.max_consecutive_skipped_steps
+        if limit and self.state.consecutive_skips >= limit:
+            raise TrainingError(
+                f"{self.state.consecutive_skips} steps in a row were skipped (training.max_consecutive_skipped_steps "
+                f"{limit}); see {self.metrics.events.path} for the reasons\n  fix: look at the data and the learning "
+                f"rate; the state is saved in {self.last_checkpoint}"
+            )
+
+    def _evaluate(self) -> None:
+        if self.data.evaluation is None:
+            return
+        start = time.perf_counter()
+        size = self.config.evaluation.local_batch_size or self.config.training.local_batch_size
+        loss, targets = evaluate(self.model, self.step.objective, self.data.evaluation, size, self.device)
+        self.metrics.evaluation(self.state.step, loss, targets, time.perf_counter() - start)
+        self.display.say(
+            f"step {self.state.step}/{self.config.training.steps}  validation loss {number(loss)} ({targets} targets)"
+        )
+        self._tell("on_evaluate", loss, targets)
+
+    def _save(self) -> None:
+        settings = self.config.checkpoint
+        if not settings.enable_save:
+            return
+        metrics_bytes = self.metrics.rows.sync()
+        self.last_checkpoint = checkpoint.save(
+            self.checkpoints,
+            self.state.step,
+            model=dict(self.model.named_parameters()),
+            optimizer=None if settings.no_save_optim else self.step.updater.state(),
+            state={
+                "run": asdict(self.state),
+                "metrics_bytes": metrics_bytes,
+                "data_fingerprint": self.data.train.fingerprint(),
+                "random": checkpoint.random_states(),
+            },
+            texts={CONFIG_FILE: dump(self.config), TOKENIZER_FILE: self.data.tokenizer.to_json()},
+            keep=settings.save_max,
+        )
+        self.metrics.event("checkpoint", self.state.step, path=str(self.last_checkpoint))
+        self._tell("on_save", self.last_checkpoint)
+
+    # ---- small helpers
+
+    def warn(self, text: str) -> None:
+        """Show a warning and write it to events.jsonl."""
+        self.metrics.event("warning", self.state.step, message=text)
+        self.display.say(f"warning: {text}")
+
+    def _introduce(self) -> None:
+        self.display.say(f"samestep: {self.folder}  on {describe_machine(self.device)}")
+        show_plan(self.plan, self.display.console)
+        if self.state.step >= self.config.training.steps:
+            self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.config.training.steps}")
+
+    def _due(self, interval: int) -> bool:
+        step = self.state.step
+        return step == self.config.training.steps or bool(interval and step % interval == 0)
+
+    def _stopping(self) -> bool:
+        limit = self.config.training.max_consecutive_skipped_steps
+        failing = bool(limit) and self.state.consecutive_skips >= limit
+        return failing or self.stop_signal is not None or any(listener.should_stop for listener in self.listeners)
+
+    def _wanted(self, flag: str) -> bool:
+        wanted = any(getattr(listener, flag) for listener in self.listeners)
+        for listener in self.listeners:
+            setattr(listener, flag, False)
+        return wanted
+
+    def _tell(self, event: str, *details: Any) -> None:
+        for listener in self.listeners:
+            getattr(listener, event)(self, *details)
+
+    def _on_micro_batch(self, index: int, sums: dict[str, torch.Tensor]) -> None:
+        self._tell("on_micro_batch", index, sums)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_signal is not None:
+            raise KeyboardInterrupt
+        self.stop_signal = signal.Signals(number)
+        self.display.say(f"{self.stop_signal.name}: finishing this step, then saving (once more to stop at once)")

@@ -1,0 +1,43 @@
+"""The only file that touches private PyTorch (names with a leading underscore, or `torch.ops`).
+
+Checked with PyTorch 2.11 to 2.13, the range that pyproject.toml allows. When that range moves, check each function
+here again: every one says what it relies on, and falls back to something slower but right where the name is gone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cpu_has_bfloat16_units() -> bool:
+    """Whether oneDNN multiplies bfloat16 matrices with instructions of this CPU (AVX512-BF16, AMX, SVE).
+
+    Without them a bfloat16 product still runs, but in a loop 5 to 90 times slower than float32. Public
+    `torch.cpu.is_bf16_supported` does not exist, hence the private operator.
+    """
+    return _mkldnn_flag("_is_mkldnn_bf16_supported")
+
+
+def cpu_has_float16_units() -> bool:
+    """Whether oneDNN multiplies float16 matrices with instructions of this CPU; see `cpu_has_bfloat16_units`."""
+    return _mkldnn_flag("_is_mkldnn_fp16_supported")
+
+
+def _mkldnn_flag(name: str) -> bool:
+    operator = getattr(torch.ops.mkldnn, name, None)
+    return operator is not None and torch.backends.mkldnn.is_available() and bool(operator())
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """`grad * d silu(x) / dx` in one pass over the data; both tensors of one shape and dtype."""
+    return torch.ops.aten.silu_backward(grad, x)
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward: whether the caller asked for `retain_graph=True`.
+
+    If not, the saved tensors are read for the last time and may be overwritten. Unknown counts as kept.
+    """
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if query is None else bool(query())

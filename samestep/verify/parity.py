@@ -1,0 +1,386 @@
+"""The proof: the same global batches on several layouts, compared with one process and one micro-batch.
+
+Bounds (all relative):
+- float64: gradient, loss and norm of the first step 1e-12, weights and moments after it 1e-9, later steps 1e-9.
+- float32: gradient, loss and norm of the first step 1e-6, loss 1e-5 and norm 1e-4 later; the update is judged against
+  a float64 AdamW update from that layout's own gradient, 1e-6 of max(|w|, lr sqrt(n)): AdamW turns the noise of a
+  gradient that is truly zero into a step of +-lr, so weights of two layouts may not be compared in float32.
+- bfloat16, float16: distance of the gradient to the float64 truth at most 1.1 times that of one padded micro-batch for
+  more of them, and 1.2 times for packed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from samestep.config.schema import Config, LrSchedulerConfig
+from samestep.data.batch import Batch, collate
+from samestep.data.dataset import Data, load_data, make_order
+from samestep.data.order import StepSamples
+from samestep.data.rows import IGNORE, Rows, Sample
+from samestep.errors import ConfigError
+from samestep.ops import Precision, random_key
+from samestep.plan import split_evenly
+from samestep.run.setup import build_model, build_step
+from samestep.step.update import Updater, decays
+
+CASES = ("even", "skewed", "one_rank_empty", "all_empty")
+DTYPES = ("config", "float32", "float64")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class VerifyLayout:
+    """One way to split a global batch on one process."""
+
+    name: str
+    accumulation: int = 1
+    micro_batch: str = "padded"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layout in one case against the reference. Errors are relative; None where the mode does not judge them.
+
+    Attributes:
+        gradient: of the parameter `worst`, or in low precision the ratio to the reference's own error.
+        weights, moments: after the first step.
+        failures: what is out of bounds, in words; empty means it passed.
+    """
+
+    case: str
+    layout: str
+    gradient: float | None
+    worst: str
+    loss: float
+    norm: float
+    weights: float | None
+    moments: float | None
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All comparisons of one `verify`."""
+
+    dtype: str
+    clipped: bool
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not any(comparison.failures for comparison in self.comparisons)
+
+
+@dataclass
+class Trace:
+    """What a layout did: before-clip gradients, weights and moments of the first step, and the curves of all."""
+
+    gradients: Tensors
+    before: Tensors
+    weights: Tensors
+    moments: Tensors
+    learning_rate: float
+    losses: list[float]
+    norms: list[float]
+    coefficients: list[float]
+    skipped: list[bool]
+
+
+def parse_layouts(text: str) -> list[VerifyLayout]:
+    """`"ga=2 packed packed+ga=3"` -> layouts.
+
+    Raises:
+        ConfigError: an axis that is not known or needs several processes.
+    """
+    layouts = []
+    for name in text.split():
+        layout = VerifyLayout(name)
+        for axis in name.split("+"):
+            key, _, value = axis.partition("=")
+            if axis == "packed":
+                layout = replace(layout, micro_batch="packed")
+            elif key == "ga" and value.isdecimal() and int(value) > 0:
+                layout = replace(layout, accumulation=int(value))
+            else:
+                raise ConfigError(
+                    f"{axis!r} is no layout on one process",
+                    field="--layouts",
+                    fix="write layouts parted by spaces, each of ga=K and packed joined by +: ga=4 packed+ga=2",
+                )
+        layouts.append(layout)
+    if not layouts:
+        raise ConfigError("names no layout", field="--layouts", fix="write for example: ga=4 packed")
+    return layouts
+
+
+def parse_cases(text: str) -> list[str]:
+    """`"even skewed"` -> names; ConfigError for one that is not known."""
+    cases = text.split()
+    for case in cases:
+        if case not in CASES:
+            raise ConfigError(f"{case!r} is no case", field="--cases", fix=f"write some of: {' '.join(CASES)}")
+    if not cases:
+        raise ConfigError("names no case", field="--cases", fix=f"write some of: {' '.join(CASES)}")
+    return cases
+
+
+def default_layouts(config: Config) -> list[VerifyLayout]:
+    """Splits that a global batch of this size allows."""
+    size = config.training.global_batch_size
+    accumulations = [k for k in (2, 3, 4) if k <= size]
+    return parse_layouts(
+        " ".join([*(f"ga={k}" for k in accumulations), "packed", *(["packed+ga=2"] if size > 1 else [])])
+    )
+
+
+def run(
+    config: Config,
+    *,
+    layouts: Sequence[VerifyLayout] | None = None,
+    cases: Sequence[str] = CASES,
+    dtype: str = "config",
+    steps: int = 1,
+    data: Data | None = None,
+) -> ParityReport:
+    """Take the same steps on every layout and compare.
+
+    The learning rate is the configured peak from the first step on, since a warm-up from zero would prove nothing.
+
+    Args:
+        dtype: `config`, or a dtype that replaces every one of the config.
+        steps: global batches; the curves of loss and norm are compared over all of them.
+        data: already loaded.
+
+    Raises:
+        ConfigError: more micro-batches than samples.
+    """
+    data = data or load_data(config)
+    layouts = list(layouts or default_layouts(config))
+    samples = min(config.training.global_batch_size, len(data.train))
+    for layout in layouts:
+        if layout.accumulation > samples:
+            raise ConfigError(
+                f"{layout.name}: a global batch of {samples} samples cannot make {layout.accumulation} micro-batches",
+                field="--layouts",
+                fix=f"write ga={samples} or less",
+            )
+    peak = LrSchedulerConfig(type="constant", learning_rate=config.lr_scheduler.learning_rate)
+    config = config.model_copy(update={"lr_scheduler": peak})
+    precision = Precision.from_config(config.model)
+    if dtype != "config":
+        precision = precision.raised(getattr(torch, dtype))
+    low = any(d in (torch.bfloat16, torch.float16) for d in vars(precision).values())
+    double = precision.compute == torch.float64
+    reference_layout = VerifyLayout("reference")
+    comparisons, clipped = [], False
+    for case in cases:
+        reference = trace(config, data, reference_layout, case, precision, steps)
+        clipped |= any(coefficient < 1 for coefficient in reference.coefficients)
+        truth = trace(config, data, reference_layout, case, precision.raised(torch.float64), 1) if low else None
+        for layout in layouts:
+            found = trace(config, data, layout, case, precision, steps)
+            judge = _Judge(config, case, layout, reference, found)
+            comparisons.append(judge.low(truth) if truth else judge.double() if double else judge.single())
+    name = dtype if dtype != "config" else str(precision.compute).removeprefix("torch.")
+    return ParityReport(name, clipped, tuple(comparisons))
+
+
+def trace(config: Config, data: Data, layout: VerifyLayout, case: str, precision: Precision, steps: int) -> Trace:
+    """Take `steps` steps on one layout, from the first values of the model."""
+    model = build_model(config, data.tokenizer.vocab_size, precision)
+    step = build_step(config, model)
+    order = make_order(config, data)
+    consumed = 0
+    record = Trace({}, _copies(model.named_parameters()), {}, {}, step.updater.learning_rate, [], [], [], [])
+
+    def keep_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
+        if not record.gradients:
+            record.gradients = _copies(gradients.items())
+
+    for number in range(1, steps + 1):
+        samples = order.next(consumed)
+        consumed = samples.consumed
+        report = step(_batches(config, data.train, samples, number, layout, case), on_gradients=keep_gradients)
+        record.losses.append(report.loss)
+        record.norms.append(report.grad_norm)
+        record.coefficients.append(report.clip_coefficient)
+        record.skipped.append(report.skipped is not None)
+        if number == 1:
+            record.weights = _copies((name, step.updater.trained(name)) for name in step.updater.parameters)
+            record.moments = _moments(step.updater)
+    return record
+
+
+def _copies(tensors) -> Tensors:
+    return {name: tensor.detach().double().clone() for name, tensor in tensors}
+
+
+def _moments(updater: Updater) -> Tensors:
+    return _copies((n, t) for n, t in updater.state().items() if n.startswith("exp_avg"))
+
+
+def _batches(
+    config: Config, rows: Rows, samples: StepSamples, step: int, layout: VerifyLayout, case: str
+) -> list[Batch]:
+    chosen = [_masked(rows[int(row)], i, len(samples.rows), case) for i, row in enumerate(samples.rows)]
+    places = [int(place) for place in samples.places]
+    key = random_key(config.training.seed, step)
+    return [
+        collate(chosen[start:stop], places[start:stop], layout.micro_batch, key)
+        for start, stop in split_evenly(len(chosen), min(layout.accumulation, len(chosen)))
+    ]
+
+
+def _masked(sample: Sample, index: int, count: int, case: str) -> Sample:
+    """Take targets away from a sample of the global batch, as the case says; `even` leaves the data as it is."""
+    if case == "even":
+        return sample
+    keep = len(sample)
+    if case == "skewed":
+        keep = max(1, len(sample) >> (index % 6))
+    elif case == "all_empty" or (case == "one_rank_empty" and index < math.ceil(count / 2)):
+        keep = 0
+    labels = np.where(np.arange(len(sample)) < keep, sample.labels, IGNORE)
+    return replace(sample, labels=labels)
+
+
+class _Judge:
+    """Compares one trace with the reference and says what is out of bounds."""
+
+    def __init__(self, config: Config, case: str, layout: VerifyLayout, reference: Trace, found: Trace):
+        self.config, self.case, self.layout, self.reference, self.found = config, case, layout, reference, found
+        self.failures: list[str] = []
+        if reference.skipped != found.skipped:
+            self.failures.append("other steps were skipped")
+        if found.skipped[0] and any(not torch.equal(found.before[n], w) for n, w in found.weights.items()):
+            self.failures.append("a skipped step changed the weights")
+
+    def double(self) -> Comparison:
+        gradient, worst = gradient_error(self.reference.gradients, self.found.gradients)
+        weights = _largest_difference(self.reference.weights, self.found.weights)
+        moments = _largest_difference(self.reference.moments, self.found.moments)
+        self._bound("gradient", gradient, 1e-12, worst)
+        self._bound("weights", weights, 1e-9)
+        self._bound("moments", moments, 1e-9)
+        return self._result(gradient, worst, self._curves(1e-12, 1e-9, 1e-9), weights, moments)
+
+    def single(self) -> Comparison:
+        gradient, worst = gradient_error(self.reference.gradients, self.found.gradients)
+        self._bound("gradient", gradient, 1e-6, worst)
+        weights = None
+        if not self.found.skipped[0]:
+            weights, name = self._update_error()
+            self._bound("update", weights, 1e-6, name)
+        return self._result(gradient, worst, self._curves(1e-6, 1e-5, 1e-4), weights, None)
+
+    def low(self, truth: Trace) -> Comparison:
+        if self.found.skipped[0]:
+            return self._result(None, "", (0.0, 0.0), None, None)
+        own = _distance(truth.gradients, self.found.gradients)
+        one = _distance(truth.gradients, self.reference.gradients)
+        ratio = own / one if one else (0.0 if own == 0 else math.inf)
+        self._bound(
+            "gradient error over that of one micro-batch", ratio, 1.1 if self.layout.micro_batch == "padded" else 1.2
+        )
+        return self._result(ratio, "", self._curves(math.inf, math.inf, math.inf), None, None)
+
+    def _update_error(self) -> tuple[float, str]:
+        """Largest distance to a float64 AdamW update from this layout's own gradient, over max(|w|, lr sqrt(n))."""
+        rate = self.found.learning_rate
+        wanted = _adamw(self.config, self.found.before, self.found.gradients, rate)
+        worst, name = 0.0, ""
+        for key, weight in self.found.weights.items():
+            scale = max(float(wanted[key].norm()), rate * math.sqrt(weight.numel()))
+            error = float((weight - wanted[key]).norm()) / scale
+            if error >= worst:
+                worst, name = error, key
+        return worst, name
+
+    def _curves(self, first: float, loss_bound: float, norm_bound: float) -> tuple[float, float]:
+        """Largest relative difference of loss and norm over all steps that were taken."""
+        result = []
+        for name, bound in (("losses", loss_bound), ("norms", norm_bound)):
+            worst = 0.0
+            pairs = zip(getattr(self.reference, name), getattr(self.found, name), self.found.skipped, strict=True)
+            for number, (wanted, value, skipped) in enumerate(pairs, 1):
+                if skipped:
+                    continue
+                error = abs(value - wanted) / abs(wanted)
+                self._bound(f"{name} of step {number}", error, first if number == 1 else bound)
+                worst = max(worst, error)
+            result.append(worst)
+        return result[0], result[1]
+
+    def _bound(self, what: str, error: float, bound: float, where: str = "") -> None:
+        if not error <= bound:
+            self.failures.append(f"{what} {error:.2e} > {bound:.0e}" + (f" at {where}" if where else ""))
+
+    def _result(
+        self,
+        gradient: float | None,
+        worst: str,
+        curves: tuple[float, float],
+        weights: float | None,
+        moments: float | None,
+    ) -> Comparison:
+        return Comparison(self.case, self.layout.name, gradient, worst, *curves, weights, moments, tuple(self.failures))
+
+
+def gradient_error(reference: Tensors, found: Tensors) -> tuple[float, str]:
+    """Largest over parameters of |g - g_ref| / max(|g_ref|, 1e-3 |G_ref| / sqrt(P)), and the parameter's name.
+
+    G is all gradients and P the number of parameters: the floor is for those whose true gradient is zero, such as a key
+    bias, where there is only noise to compare.
+    """
+    if reference.keys() != found.keys():
+        return math.inf, sorted(reference.keys() ^ found.keys())[0]
+    total = math.sqrt(sum(float(g.norm()) ** 2 for g in reference.values()))
+    floor = 1e-3 * total / math.sqrt(max(len(reference), 1))
+    worst, name = 0.0, ""
+    for key, gradient in reference.items():
+        difference = float((found[key] - gradient).norm())
+        scale = max(float(gradient.norm()), floor)
+        error = difference / scale if scale else (math.inf if difference else 0.0)
+        if error >= worst or math.isnan(error):
+            worst, name = error, key
+    return worst, name
+
+
+def _distance(truth: Tensors, found: Tensors) -> float:
+    """|G - G_truth| / |G_truth| over all parameters together."""
+    difference = sum(float((found[name] - gradient).norm()) ** 2 for name, gradient in truth.items())
+    total = sum(float(gradient.norm()) ** 2 for gradient in truth.values())
+    return math.sqrt(difference / total) if total else 0.0
+
+
+def _largest_difference(reference: Tensors, found: Tensors) -> float:
+    """Largest over tensors of |a - b| / |b|."""
+    worst = 0.0
+    for name, tensor in reference.items():
+        size = float(tensor.norm())
+        difference = float((found[name] - tensor).norm())
+        worst = max(worst, difference / size if size else difference)
+    return worst
+
+
+def _adamw(config: Config, weights: Tensors, gradients: Tensors, rate: float) -> Tensors:
+    """First AdamW step in float64, from its recurrence (Loshchilov and Hutter 2019, algorithm 2), clipping included."""
+    optimizer, max_norm = config.optimizer, config.training.max_norm
+    norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values()))
+    coefficient = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    updated = {}
+    for name, weight in weights.items():
+        decay = optimizer.weight_decay if decays(name, weight, optimizer) else 0.0
+        new = weight * (1 - rate * decay)
+        if name in gradients:
+            # At the first step both bias corrections undo the moments' factors: m / (1 - b1) = g, v / (1 - b2) = g^2.
+            gradient = gradients[name] * coefficient
+            new = new - rate * gradient / (gradient.abs() + optimizer.eps)
+        updated[name] = new
+    return updated

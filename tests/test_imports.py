@@ -1,0 +1,87 @@
+"""A file imports only from rooms above it, private PyTorch is in one place, and heavy imports come late."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "samestep"
+ROOMS = (
+    "errors",
+    "torch_private",
+    "config",
+    "families",
+    "plan",
+    "ops",
+    "data",
+    "model",
+    "step",
+    "run",
+    "verify",
+    "cli",
+)
+ORDER_INSIDE = {
+    "config": ("schema", "load", "document"),
+    "data": ("sources", "tokenize", "rows", "order", "dataset", "batch"),
+    "model": ("linear", "attention", "feed_forward", "decoder", "init", "weights"),
+    "step": ("objective", "accumulate", "clip", "schedule", "update", "step"),
+    "run": ("checkpoint", "metrics", "progress", "evaluate", "generate", "setup", "trainer"),
+    "ops": ("precision", "norm", "activation", "rope", "dropout", "attention", "cross_entropy", "gradient_sink"),
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def files() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def test_every_file_is_in_a_known_room():
+    for path in files():
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        assert parts[0] in ROOMS, path
+        if len(parts) == 2 and parts[0] in ORDER_INSIDE and parts[1] != "__init__":
+            assert parts[1] in ORDER_INSIDE[parts[0]], path
+
+
+def test_imports_point_upward():
+    wrong = []
+    for path in files():
+        own = path.relative_to(PACKAGE).with_suffix("").parts
+        for module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] != "samestep" or len(parts) == 1:
+                continue
+            if ROOMS.index(parts[1]) > ROOMS.index(own[0]):
+                wrong.append(f"{path} imports {module}")
+            inside = ORDER_INSIDE.get(own[0])
+            sibling = parts[1] == own[0] and inside and len(parts) > 2 and own[1] != "__init__"
+            if sibling and inside.index(parts[2]) >= inside.index(own[1]):
+                wrong.append(f"{path} imports {module}")
+    assert not wrong
+
+
+def test_private_torch_is_imported_in_one_file_only():
+    private = [
+        (path, module)
+        for path in files()
+        for module in imported_modules(path)
+        if module.split(".")[0] == "torch" and any(part.startswith("_") for part in module.split("."))
+    ]
+    assert all(path.name == "torch_private.py" for path, _ in private), private
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys, samestep, samestep.cli, samestep.plan, samestep.data.dataset, samestep.run.progress;"
+        "heavy = {'torch', 'transformers', 'datasets', 'tensorboard'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
