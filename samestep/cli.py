@@ -61,7 +61,7 @@ def _located(loaded: Loaded) -> Iterator[None]:
     except ConfigErrors:
         raise
     except ConfigError as error:
-        if error.where is None and error.field is not None:
+        if error.where is None and error.field is not None and not error.field.startswith("-"):
             error.where = loaded.source.locate(error.field)
         raise
 

@@ -26,6 +26,9 @@ class Family:
     """Fields of the `model` section that this family cannot use; setting one is an error."""
 
 
+ACTIVATIONS = ("gelu", "silu", "fusedswiglu")
+NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+
 FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM", hidden_act="silu", gated=True, norm_eps=1e-5, tied=False),
 }
@@ -73,6 +76,8 @@ def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpe
         if getattr(model, name) != ModelConfig.model_fields[name].default:
             raise ConfigError(f"has no effect for model_type {family.name}", field=f"model.{name}", fix="remove it")
     hidden_act = (model.hidden_act or family.hidden_act).lower()
+    _check_name("hidden_act", hidden_act, ACTIVATIONS)
+    _check_name("normalization", model.normalization, NORMALIZATIONS)
     gated = family.gated or hidden_act == "fusedswiglu"
     kv_heads = model.num_key_value_heads or model.num_attention_heads
     _check_heads(model, kv_heads)
@@ -134,6 +139,11 @@ def _family(model: ModelConfig) -> Family:
     return family
 
 
+def _check_name(field: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ConfigError(f"{name!r} is not known", field=f"model.{field}", fix=f"write one of: {', '.join(known)}")
+
+
 def _check_heads(model: ModelConfig, kv_heads: int) -> None:
     heads = model.num_attention_heads
     if heads % kv_heads:
@@ -143,11 +153,12 @@ def _check_heads(model: ModelConfig, kv_heads: int) -> None:
             fix="write one of: " + ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0),
         )
     if model.head_dim is None and model.hidden_size % heads:
-        near = [heads * math.floor(model.hidden_size / heads), heads * math.ceil(model.hidden_size / heads)]
+        lower = model.hidden_size // heads * heads
+        near = " or ".join(str(size) for size in (lower, lower + heads) if size)
         raise ConfigError(
             f"{heads} heads do not divide hidden_size {model.hidden_size}",
             field="model.num_attention_heads",
-            fix=f"write head_dim, or a hidden_size of {near[0] or near[1]} or {near[1]}",
+            fix=f"write head_dim, or a hidden_size of {near}",
         )
     head_dim = model.head_dim or model.hidden_size // heads
     if head_dim % 2:

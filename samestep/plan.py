@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from samestep.config.schema import Config, ParallelismConfig
 from samestep.errors import ConfigError
-from samestep.families import ModelSpec, flops_per_token, parameter_count, parameter_shapes, resolve_model
+from samestep.families import ModelSpec, flops_per_token, parameter_count, resolve_model
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MASTERED = {"bfloat16", "float16"}
@@ -61,7 +61,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by category. Activations and logits are estimates of one micro-batch."""
+    """Bytes on one rank, by category. Activations and logits are estimates of one micro-batch; weights and what belongs
+    to them are an even share of the ranks that shard or split them."""
 
     parameters: int
     gradients: int
@@ -77,7 +78,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved numbers of a run. Samples, tokens and targets are of one global batch unless named otherwise."""
+    """The resolved numbers of a run. Samples, tokens, targets, FLOPs and micro-batches are of the first global batch
+    unless named otherwise; it is smaller than `global_batch_size` where the data is. FLOPs count each row as one document.
+    """
 
     layout: Layout
     global_batch_size: int
@@ -120,9 +123,7 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     )
     inner = tensor * context * pipeline
     if world_size % inner:
-        name = max(
-            ("tensor_parallel", tensor), ("context_parallel", context), ("pipeline_parallel", pipeline), key=_second
-        )[0]
+        _, name = max((tensor, "tensor_parallel"), (context, "context_parallel"), (pipeline, "pipeline_parallel"))
         raise ConfigError(
             f"tensor x context x pipeline parallel = {tensor} x {context} x {pipeline} = {inner} does not divide "
             f"the {world_size} rank{'s' if world_size > 1 else ''} of this run",
@@ -140,10 +141,6 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
             fix=f"write -1 (all of it) or one of {_divisors(data_parallel)}",
         )
     return Layout(world_size, data_parallel, data_parallel // shard, shard, tensor, context, pipeline)
-
-
-def _second(pair: tuple[str, int]) -> int:
-    return pair[1]
 
 
 def _divisors(number: int) -> str:
@@ -185,22 +182,21 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
         facts: of the data; without them tokens, targets and epochs are None where they cannot be known.
 
     Raises:
-        ConfigError: numbers that do not fit together; each message names the ways out.
+        ConfigError: numbers that do not fit together, or no vocabulary size; each message names the ways out.
     """
     layout = resolve_layout(config.parallelism, world_size)
     training = config.training
-    spec = resolve_model(config.model, facts.vocab_size if facts else config.model.vocab_size or 1)
+    spec = resolve_model(config.model, facts.vocab_size if facts else None)
     _check_batch(config, layout, facts)
     _check_schedule(config)
     unit = layout.data_parallel * training.local_batch_size
-    trained = usable_samples(training.global_batch_size, unit, training.remainder)
-    if facts:
-        trained = min(trained, usable_samples(len(facts.step_lengths), unit, training.remainder))
+    samples = len(facts.step_lengths) if facts else training.global_batch_size
+    trained = usable_samples(samples, unit, training.remainder)
     ranks = split_step(trained, layout.data_parallel, training.local_batch_size)
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0
-    steps_per_epoch, last = _epoch_steps(config, facts)
+    steps_per_epoch, last = _epoch_steps(config, unit, facts)
     context = (spec.seq_length + 1) / 2 if not facts else _mean_context(facts)
     return Plan(
         layout=layout,
@@ -208,8 +204,7 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
         local_batch_size=training.local_batch_size,
         accumulation_steps=max(len(rank) for rank in ranks),
         samples_trained=trained,
-        samples_dropped=training.global_batch_size
-        - usable_samples(training.global_batch_size, unit, training.remainder),
+        samples_dropped=samples - trained,
         divides=divides,
         nearest_dividing=() if divides else _nearest(training.global_batch_size, unit),
         micro_batches=tuple(micro_batches),
@@ -222,7 +217,7 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
         padding=_total([m.padding for m in micro_batches]),
         parameters=parameter_count(spec),
         flops_per_step=None if tokens is None else flops_per_token(spec, context) * tokens,
-        memory=_memory(config, spec, micro_batches),
+        memory=_memory(config, layout, spec, micro_batches),
         notes=tuple(_notes(config, layout, divides, unit, facts, last)),
     )
 
@@ -251,8 +246,12 @@ def _check_batch(config: Config, layout: Layout, facts: DataFacts | None) -> Non
             f"data_parallel x local_batch_size = {layout.data_parallel} x {training.local_batch_size} = {unit} is more "
             f"than global_batch_size {size}",
             field="training.global_batch_size",
-            fix=f"raise global_batch_size to {unit} or more, or lower local_batch_size to "
-            f"{max(1, size // layout.data_parallel)} or less",
+            fix=f"raise global_batch_size to {unit} or more, or "
+            + (
+                f"lower local_batch_size to {size // layout.data_parallel} or less"
+                if size >= layout.data_parallel
+                else f"lower local_batch_size to 1 and the data-parallel ranks to {size} or less"
+            ),
         )
     if training.remainder == "error" and size % unit:
         raise ConfigError(
@@ -321,20 +320,22 @@ def _micro_batches(
     return table
 
 
-def _epoch_steps(config: Config, facts: DataFacts | None) -> tuple[int | None, int | None]:
+def _epoch_steps(config: Config, unit: int, facts: DataFacts | None) -> tuple[int | None, int | None]:
+    """Steps of one epoch, and the samples of its short last batch."""
     if facts is None:
         return None, None
-    full, last = divmod(facts.samples, config.training.global_batch_size)
-    return full + (1 if last and config.training.last_batch == "use" else 0), last
+    training = config.training
+    full, last = divmod(facts.samples, training.global_batch_size)
+    short = training.last_batch == "use" and usable_samples(last, unit, training.remainder) > 0
+    return full + short, last
 
 
-def _memory(config: Config, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
-    count = parameter_count(spec)
+def _memory(config: Config, layout: Layout, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
+    count = math.ceil(parameter_count(spec) / (layout.shard * layout.tensor * layout.pipeline))
     model = config.model
     compute, loss = BYTES[model.compute_dtype], BYTES[model.loss_dtype]
-    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches) if micro_batches else 0
+    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches)
     widest = widest or config.training.local_batch_size * spec.seq_length
-    largest = max(math.prod(shape) for shape in parameter_shapes(spec).values())
     # Kept for the backward of one layer: both norms' inputs and outputs, q, k, v and the attention's output, and the
     # MLP's gate, up and product. Norms keep a copy in their own dtype as well.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -342,6 +343,7 @@ def _memory(config: Config, spec: ModelSpec, micro_batches: list[MicroBatch]) ->
     per_layer = (4 * spec.hidden_size + attention + mlp) * compute + 2 * spec.hidden_size * BYTES[
         model.layernorm_compute_dtype
     ]
+    # Kept for the head: one chunk of logits with its gradient, and the gradient of the head's weight.
     head_tokens = min(widest, max(1, 2**26 // (spec.vocab_size * loss)))
     return Memory(
         parameters=count * BYTES[model.params_dtype],
@@ -349,7 +351,7 @@ def _memory(config: Config, spec: ModelSpec, micro_batches: list[MicroBatch]) ->
         optimizer=2 * count * max(4, BYTES[model.params_dtype]),
         masters=count * 4 if model.params_dtype in MASTERED else 0,
         activations=widest * (spec.num_layers * per_layer + 2 * spec.hidden_size * compute),
-        logits=2 * head_tokens * spec.vocab_size * loss + (spec.vocab_size * spec.hidden_size * loss if largest else 0),
+        logits=(2 * head_tokens + spec.hidden_size) * spec.vocab_size * loss,
     )
 
 
@@ -381,7 +383,9 @@ def _notes(
     if config.model.attention_dropout > 0:
         notes.append("attention_dropout > 0 runs the reference attention: slower, with a score matrix in memory.")
     if facts and last and training.last_batch == "use":
-        notes.append(f"The last batch of every epoch has {last} samples (last_batch: use).")
+        dropped = last - usable_samples(last, unit, training.remainder)
+        discarded = f", of which {dropped} are discarded (remainder: drop)" if dropped else ""
+        notes.append(f"The last batch of every epoch has {last} samples (last_batch: use){discarded}.")
     if facts and last and training.last_batch == "drop":
         notes.append(f"The last {last} samples of every epoch are not trained (last_batch: drop).")
     return notes

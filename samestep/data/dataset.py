@@ -30,35 +30,42 @@ def load_data(config: Config, tokenizer: Tokenizer | None = None) -> Data:
         tokenizer: use this one instead of what the config names (a resumed run keeps its own).
 
     Raises:
-        DataError: no document, no row, or a token id beyond `model.vocab_size`.
+        DataError: no document, no row, or no target.
+        ConfigError: `model.vocab_size` is less than the tokenizer's, or the tokenizer cannot be made.
     """
     dataset = config.train_dataset
     documents = read_documents(dataset)
     if tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, documents)
+    resolve_model(config.model, tokenizer.vocab_size)  # before the slow part: every id must have an embedding
     length = config.model.seq_length
     store = tokenize(documents, tokenizer)
     evaluation: Rows | None = None
+    held_out_name = "eval_dataset"
     if config.eval_dataset.path is not None:
-        held_out = tokenize(read_documents(config.eval_dataset, "eval_dataset"), tokenizer)
-        evaluation = build_rows(held_out, config.eval_dataset, length, "eval_dataset")
+        held_out = tokenize(read_documents(config.eval_dataset, held_out_name), tokenizer)
+        evaluation = build_rows(held_out, config.eval_dataset, length, held_out_name)
     elif dataset.split is not None:
         if dataset.split == "tail":
             store, held_out = split_tail(store, dataset.eval_fraction)
         else:
             order = permutation(len(store.ends), config.training.seed, 0)
             store, held_out = split_documents(store, dataset.eval_fraction, order)
-        evaluation = build_rows(held_out, dataset, length, "validation part of train_dataset")
+        held_out_name = "validation part of train_dataset"
+        evaluation = build_rows(held_out, dataset, length, held_out_name)
     data = Data(tokenizer, build_rows(store, dataset, length), evaluation)
-    _check_vocabulary(config, data)
+    _check_targets(data.train, "train_dataset")
+    if evaluation is not None:
+        _check_targets(evaluation, held_out_name)
     return data
 
 
-def _check_vocabulary(config: Config, data: Data) -> None:
-    spec = resolve_model(config.model, data.tokenizer.vocab_size)
-    for rows in filter(None, (data.train, data.evaluation)):
-        if rows.largest_id() >= spec.vocab_size:
-            raise DataError(f"token id {rows.largest_id()} is beyond model.vocab_size {spec.vocab_size}")
+def _check_targets(rows: Rows, section: str) -> None:
+    if not rows.targets().any():
+        raise DataError(
+            f"{section}: no token of its {len(rows)} samples is a target, so there is nothing to learn or measure\n"
+            "  fix: write targets: all, or chat rows with an assistant's turn within model.seq_length"
+        )
 
 
 def make_order(config: Config, data: Data) -> GlobalOrder:

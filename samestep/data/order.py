@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from samestep.errors import DataError
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -24,7 +26,7 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
 def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(count), int64 [count], equal on every machine and library version."""
     with np.errstate(over="ignore"):
-        key = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
+        key = _splitmix64(_splitmix64(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch))
         return np.argsort(_splitmix64(np.arange(count, dtype=np.uint64) ^ key), kind="stable")
 
 
@@ -50,9 +52,17 @@ class GlobalOrder:
         count: rows of the data set.
         batch_size: samples of a global batch.
         drop_last: leave out the short batch at the end of each epoch.
+
+    Raises:
+        DataError: `drop_last` would leave out everything.
     """
 
     def __init__(self, count: int, batch_size: int, seed: int, *, shuffle: bool = True, drop_last: bool = False):
+        if drop_last and count < batch_size:
+            raise DataError(
+                f"the data has {count} samples, fewer than training.global_batch_size {batch_size}: "
+                "last_batch: drop leaves nothing"
+            )
         self._count, self._batch_size, self._seed = count, batch_size, seed
         self._shuffle, self._drop_last = shuffle, drop_last
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from samestep.config.schema import DatasetConfig
 from samestep.data.sources import Document
-from samestep.data.tokenize import BATCH_CHARACTERS, Tokenizer
+from samestep.data.tokenize import Tokenizer, in_batches
 from samestep.errors import DataError
 
 IGNORE = -100
@@ -99,9 +99,6 @@ class Rows:
         sums = np.concatenate([[0], np.cumsum(before[self._stops] - before[self._starts + 1])])
         return np.diff(sums[np.concatenate([[0], self._row_ends])])
 
-    def largest_id(self) -> int:
-        return int(self._store.tokens.max())
-
     def fingerprint(self) -> str:
         """Hash of all tokens, targets and row borders."""
         digest = hashlib.blake2b(digest_size=16)
@@ -113,9 +110,8 @@ class Rows:
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenStore:
     """Encode documents and end each with the end-of-text token, which is a target where the text before it is."""
     tokens, flags, ends, total = [], [], [], 0
-    for batch in _batches(documents):
-        segments = [segment for document in batch for segment in document.segments]
-        encoded = iter(_encode(tokenizer, [text for text, _ in segments], batch))
+    for batch in in_batches(documents, lambda document: sum(len(text) for text, _ in document.segments)):
+        encoded = iter(_encode(tokenizer, batch))
         for document in batch:
             for _, is_target in document.segments:
                 ids = next(encoded)
@@ -123,31 +119,19 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenStore:
                 flags.append(np.full(len(ids), is_target))
                 total += len(ids)
             tokens.append(np.array([tokenizer.end_id], dtype=np.uint32))
-            flags.append(np.array([document.segments[-1][1] if document.segments else True]))
+            flags.append(np.array([document.segments[-1][1]]))
             total += 1
             ends.append(total)
     return TokenStore(np.concatenate(tokens), np.concatenate(flags), np.array(ends, dtype=np.int64))
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], batch: Sequence[Document]) -> list[np.ndarray]:
+def _encode(tokenizer: Tokenizer, batch: Sequence[Document]) -> list[np.ndarray]:
     try:
-        return tokenizer.encode_batch(texts)
+        return tokenizer.encode_batch([text for document in batch for text, _ in document.segments])
     except DataError as error:
-        where = batch[0].where if len(batch) == 1 else f"between {batch[0].where} and {batch[-1].where}"
-        raise DataError(f"{where}: {error}") from error
-
-
-def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += sum(len(text) for text, _ in document.segments)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if len(batch) == 1:
+            raise DataError(f"{batch[0].where}: {error}") from error
+        return [ids for document in batch for ids in _encode(tokenizer, [document])]  # to name the one at fault
 
 
 def split_tail(store: TokenStore, fraction: float) -> tuple[TokenStore, TokenStore]:
@@ -174,7 +158,7 @@ def split_documents(store: TokenStore, fraction: float, order: np.ndarray) -> tu
 
 
 def _select(store: TokenStore, chosen: np.ndarray) -> TokenStore:
-    sizes = np.diff(np.concatenate([[0], store.ends]))
+    sizes = np.diff(store.ends, prepend=0)
     keep = np.repeat(chosen, sizes)
     return TokenStore(store.tokens[keep], store.is_target[keep], np.cumsum(sizes[chosen]))
 
@@ -190,7 +174,8 @@ def build_rows(store: TokenStore, dataset: DatasetConfig, seq_length: int, secti
         DataError: no row could be made, or a document is too long and `long_documents` is `error`.
     """
     if dataset.rows == "cut":
-        starts, stops = _cut(0, len(store.tokens), seq_length)
+        starts = np.arange(0, len(store.tokens) - 1, seq_length, dtype=np.int64)
+        stops = np.minimum(starts + seq_length + 1, len(store.tokens))
         row_ends = np.arange(1, len(starts) + 1)
     else:
         starts, stops = _document_spans(store, dataset, seq_length, section)
@@ -202,29 +187,24 @@ def build_rows(store: TokenStore, dataset: DatasetConfig, seq_length: int, secti
     return Rows(store, starts, stops, row_ends)
 
 
-def _cut(start: int, stop: int, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-    starts = np.arange(start, stop - 1, seq_length, dtype=np.int64)
-    return starts, np.minimum(starts + seq_length + 1, stop)
-
-
 def _document_spans(
     store: TokenStore, dataset: DatasetConfig, seq_length: int, section: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    all_starts, all_stops = [], []
-    start = 0
-    for number, stop in enumerate(store.ends, 1):
-        if dataset.long_documents == "error" and stop - start > seq_length + 1:
-            raise DataError(
-                f"{section}: document {number} has {stop - start} tokens, more than a row of model.seq_length "
-                f"{seq_length} + 1\n  fix: write long_documents: split or truncate, or raise model.seq_length"
-            )
-        starts, stops = _cut(start, int(stop), seq_length)
-        if dataset.long_documents == "truncate":
-            starts, stops = starts[:1], stops[:1]
-        all_starts.append(starts)
-        all_stops.append(stops)
-        start = int(stop)
-    return np.concatenate(all_starts), np.concatenate(all_stops)
+    sizes = np.diff(store.ends, prepend=0)
+    too_long = np.flatnonzero(sizes > seq_length + 1)
+    if dataset.long_documents == "error" and len(too_long):
+        raise DataError(
+            f"{section}: document {too_long[0] + 1} has {sizes[too_long[0]]} tokens, more than a row of "
+            f"model.seq_length {seq_length} + 1\n"
+            "  fix: write long_documents: split or truncate, or raise model.seq_length"
+        )
+    # Rounded up; none of a document of one token, which has no label.
+    pieces = (np.maximum(sizes - 1, 0) + seq_length - 1) // seq_length
+    if dataset.long_documents == "truncate":
+        pieces = np.minimum(pieces, 1)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    starts = np.repeat(store.ends - sizes, pieces) + number * seq_length
+    return starts, np.minimum(starts + seq_length + 1, np.repeat(store.ends, pieces))
 
 
 def _best_fit(starts: np.ndarray, stops: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ a chat row (`messages`) is one segment for each role name and one for each conte
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob  # Path.glob takes no absolute pattern
@@ -39,7 +40,7 @@ class Document:
 
 
 def read_documents(dataset: AnyDataset, section: str = "train_dataset") -> list[Document]:
-    """All documents of a dataset section, in file order (files of a folder or glob by name).
+    """All documents of a dataset section that hold text, in file order (files of a folder or glob by name).
 
     Raises:
         DataError: nothing found, an unreadable file, or a bad row; the message names file, row and byte.
@@ -65,7 +66,7 @@ def _files(dataset: AnyDataset, section: str) -> list[Path]:
             matches = sorted(Path(name) for name in glob(pattern, recursive=True) if Path(name).is_file())  # noqa: PTH207
         if not matches:
             raise DataError(
-                f"{section}.path: no file at {pattern}\n  fix: write a text file, a .jsonl file, a folder of them, or a "
+                f"{section}.path: no file at {pattern}\n  fix: write a text file, a .jsonl file, a folder, or a "
                 "glob; a path in the YAML is relative to the YAML file, one on the command line to the current folder"
             )
         found += matches
@@ -80,12 +81,14 @@ def _read_file(path: Path, dataset: AnyDataset) -> Iterator[Document]:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    return _read_jsonl(path, raw, dataset) if kind == "jsonl" else _read_text(path, raw, dataset)
+    text = raw.removeprefix(BOM_UTF8)
+    offset = len(raw) - len(text)
+    return (_read_jsonl if kind == "jsonl" else _read_text)(path, text, offset, dataset)
 
 
-def _decode(raw: bytes, where: str, offset: int = 0) -> str:
+def _decode(raw: bytes, where: str, offset: int) -> str:
     try:
-        return raw.decode("utf-8-sig" if offset == 0 else "utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8 text\n"
@@ -93,8 +96,8 @@ def _decode(raw: bytes, where: str, offset: int = 0) -> str:
         ) from error
 
 
-def _read_text(path: Path, raw: bytes, dataset: AnyDataset) -> Iterator[Document]:
-    text = _decode(raw, str(path))
+def _read_text(path: Path, raw: bytes, offset: int, dataset: AnyDataset) -> Iterator[Document]:
+    text = _decode(raw, str(path), offset)
     pieces = text.split(dataset.document_separator) if dataset.document_separator else [text]
     for number, piece in enumerate(pieces, 1):
         if piece:
@@ -102,21 +105,24 @@ def _read_text(path: Path, raw: bytes, dataset: AnyDataset) -> Iterator[Document
             yield Document(((piece, True),), where)
 
 
-def _read_jsonl(path: Path, raw: bytes, dataset: AnyDataset) -> Iterator[Document]:
-    offset = 0
-    for number, line in enumerate(raw.split(b"\n"), 1):
+def _read_jsonl(path: Path, raw: bytes, offset: int, dataset: AnyDataset) -> Iterator[Document]:
+    for number, line in enumerate(raw.split(b"\n"), 1):  # splitlines() also splits at U+2028, legal inside JSON text
         where = f"{path}: row {number}"
         if line.strip():
-            yield Document(_segments(_parse_row(line, where, offset), where, dataset), where)
+            segments = _segments(_parse_row(line, where, offset), where, dataset)
+            if any(text for text, _ in segments):
+                yield Document(segments, where)
         offset += len(line) + 1
 
 
 def _parse_row(line: bytes, where: str, offset: int) -> dict[str, Any]:
+    text = _decode(line, where, offset)
     try:
-        row = json.loads(_decode(line, where, offset))
-    except json.JSONDecodeError as error:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
-            f"{where} (byte {offset}): not a JSON object: {error.msg} at column {error.colno}\n"
+            f"{where} (byte {offset}): not a JSON object: {reason}\n"
             "  fix: each line must hold one complete JSON object; a last line cut short means a truncated file"
         ) from error
     if not isinstance(row, dict):
@@ -132,7 +138,8 @@ def _segments(row: dict[str, Any], where: str, dataset: AnyDataset) -> tuple[tup
     else:
         raise DataError(
             f"{where}: has neither a text column {dataset.text_column!r} nor a list 'messages'; "
-            f"it has: {', '.join(sorted(row)) or 'nothing'}\n  fix: set text_column to the column that holds the text"
+            f"it has: {', '.join(map(repr, sorted(row))) or 'nothing'}\n"
+            "  fix: set text_column to the column that holds the text"
         )
     for text, _ in segments:
         _check_encodable(text, where)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -14,10 +16,16 @@ from samestep.config.schema import TokenizerConfig
 from samestep.data.sources import Document
 from samestep.errors import ConfigError, DataError
 
+Item = TypeVar("Item")
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<unk>"
 COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-BATCH_CHARACTERS = 4_000_000
+BATCH_CHARACTERS = 1_000_000
+"""Text given to the tokenizers library at once: it takes some 130 bytes a character until it is done."""
+
+_PIECE_CHARACTERS = 100_000
+_SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+_EACH_CHARACTER = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # (?m: lets the dot match a line end too
 
 
 class Tokenizer:
@@ -33,11 +41,10 @@ class Tokenizer:
         self._hub.encode_special_tokens = True
         self._hub.no_truncation()
         self._hub.no_padding()
-        # Splitting at line ends cannot change character ids and is four times as fast as one long text.
-        self._by_line = isinstance(hub.model, models.WordLevel)
-        self.vocab_size = max(hub.get_vocab(with_added_tokens=True).values()) + 1
         self.end_id = self._find_end(end_token)
-        self._unknown_id = hub.token_to_id(UNKNOWN) if self._by_line else None
+        self.vocab_size = max(hub.get_vocab(with_added_tokens=True).values()) + 1
+        self._character_ids = _character_ids(hub)
+        self._cuttable = _is_cuttable(hub)
 
     def _find_end(self, end_token: str | None) -> int:
         for name in (end_token,) if end_token else COMMON_END_TOKENS:
@@ -55,23 +62,26 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if self._by_line:
-            return [self._encode_lines(text) for text in texts]
-        encodings = self._hub.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        """Token ids of each text; the memory in use beside them does not grow with the texts."""
+        if self._character_ids is not None:
+            return [_look_up(text, self._character_ids) for text in texts]
+        pieces = [(number, piece) for number, text in enumerate(texts) for piece in self._pieces(text)]
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        for batch in in_batches(pieces, lambda piece: len(piece[1])):
+            encodings = self._hub.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+            for (number, _), encoding in zip(batch, encodings, strict=True):
+                parts[number].append(np.asarray(encoding.ids, dtype=np.int64))
+        return [np.concatenate(part) for part in parts]
 
-    def _encode_lines(self, text: str) -> np.ndarray:
-        lines = [line + "\n" for line in text.split("\n")]
-        lines[-1] = lines[-1][:-1]
-        encodings = self._hub.encode_batch_fast(lines, add_special_tokens=False)
-        ids = np.asarray([i for encoding in encodings for i in encoding.ids], dtype=np.int64)
-        unknown = np.flatnonzero(ids == self._unknown_id)
-        if len(unknown):
-            raise DataError(
-                f"character {text[unknown[0]]!r} is not in the tokenizer's vocabulary\n"
-                "  fix: train the tokenizer on text that has it, or use tokenizer.type: bpe, which encodes every byte"
-            )
-        return ids
+    def _pieces(self, text: str) -> Iterator[str]:
+        start = 0
+        while self._cuttable and len(text) - start > _PIECE_CHARACTERS:
+            cut = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
+            if cut is None:
+                break
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._hub.decode(list(ids), skip_special_tokens=False)
@@ -81,8 +91,57 @@ class Tokenizer:
         return self._hub.to_str(pretty=True)
 
 
+def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Consecutive items in lists that end once they hold `BATCH_CHARACTERS`; `size` counts those of an item."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_CHARACTERS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _character_ids(hub: HubTokenizer) -> np.ndarray | None:
+    """For a character tokenizer: code point -> id, or -1, which the last entry is; int64. None for any other."""
+    is_split = isinstance(hub.pre_tokenizer, pre_tokenizers.Split)
+    if not is_split or hub.pre_tokenizer.__getstate__() != _EACH_CHARACTER.__getstate__() or hub.normalizer is not None:
+        return None
+    ids = {ord(token): i for token, i in hub.get_vocab(with_added_tokens=False).items() if len(token) == 1}
+    table = np.full(max(ids, default=0) + 2, -1, dtype=np.int64)
+    table[list(ids)] = list(ids.values())
+    return table
+
+
+def _look_up(text: str, character_ids: np.ndarray) -> np.ndarray:
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    ids = character_ids[np.minimum(codes, len(character_ids) - 1)]
+    unknown = np.flatnonzero(ids < 0)
+    if len(unknown):
+        raise DataError(
+            f"character {text[unknown[0]]!r} is not in the tokenizer's vocabulary\n"
+            "  fix: train the tokenizer on text that has it, or use tokenizer.type: bpe, which encodes every byte"
+        )
+    return ids
+
+
+def _is_cuttable(hub: HubTokenizer) -> bool:
+    """Whether no token spans a `_SAFE_CUT`. GPT-2's pattern joins a line end only with white space around it."""
+    splitter = hub.pre_tokenizer
+    return (
+        isinstance(splitter, pre_tokenizers.ByteLevel)
+        and splitter.use_regex
+        and not splitter.add_prefix_space
+        and hub.normalizer is None
+        and all(token.special for token in hub.get_added_tokens_decoder().values())
+    )
+
+
 def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> Tokenizer:
-    """The tokenizer that the config names; `char` and `bpe` are trained on the documents.
+    """The tokenizer that the config names; `char` and `bpe` are trained on the documents, and given `end_token`.
 
     Raises:
         ConfigError: a missing or unreadable tokenizer file, or no end-of-text token.
@@ -93,7 +152,9 @@ def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> T
     if kind == "file":
         return load_tokenizer(config.path, config.end_token)
     texts = (document.text for document in documents)
-    return Tokenizer(_character_tokenizer(texts) if kind == "char" else _train_bpe(texts, config.vocab_size))
+    end = config.end_token or END_OF_TEXT
+    hub = _character_tokenizer(texts, end) if kind == "char" else _train_bpe(texts, config.vocab_size, end)
+    return Tokenizer(hub, end)
 
 
 def load_tokenizer(path: str | Path | None, end_token: str | None = None) -> Tokenizer:
@@ -114,29 +175,36 @@ def load_tokenizer(path: str | Path | None, end_token: str | None = None) -> Tok
 def _configured_end(file: Path) -> str | None:
     if not file.is_file():
         return None
-    end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    return end["content"] if isinstance(end, dict) else end
+    try:
+        end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+        return end["content"] if isinstance(end, dict) else end
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as a tokenizer's settings: {error}",
+            field="tokenizer.end_token",
+            fix="write the end-of-text token, or repair or remove that file",
+        ) from error
 
 
-def _character_tokenizer(texts: Iterable[str]) -> HubTokenizer:
+def _character_tokenizer(texts: Iterable[str], end: str) -> HubTokenizer:
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
-    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, UNKNOWN, *sorted(characters)])}
+    vocabulary = {token: i for i, token in enumerate([end, UNKNOWN, *sorted(characters)])}
     hub = HubTokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    hub.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # (?m: lets the dot match a line end too
+    hub.pre_tokenizer = _EACH_CHARACTER
     hub.decoder = decoders.Fuse()
-    hub.add_special_tokens([END_OF_TEXT, UNKNOWN])
+    hub.add_special_tokens([end, UNKNOWN])
     return hub
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int) -> HubTokenizer:
+def _train_bpe(texts: Iterable[str], vocab_size: int, end: str) -> HubTokenizer:
     hub = HubTokenizer(models.BPE())
     hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     hub.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -18,9 +18,10 @@ class Context:
 
     Attributes:
         position_ids: position inside the document.
+        rope: cosines and sines of every position the model knows.
         spans: (row, start, stop) of every document, or None where each row is one document.
         token_keys: names of the positions for dropout; None where nothing is dropped.
-        dropout_key: function of a layer's site name -> key.
+        dropout_base: what the key of every dropout is made from, with its layer and site.
         cache: keys and values of earlier positions, for generation.
     """
 
@@ -66,7 +67,7 @@ class AttentionCore(nn.Module):
             v_BTKD,
             spans=context.spans,
             softmax_dtype=self.softmax_dtype,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=0.0 if context.token_keys is None else self.dropout,
             dropout_key=dropout_key,
             token_keys_BS=context.token_keys,
         )

@@ -22,6 +22,7 @@ from samestep.ops import (
     random_key,
     rope_tables,
     token_keys,
+    wide,
 )
 
 
@@ -109,11 +110,15 @@ class Decoder(nn.Module):
         self.loss_head = LossHead(spec, precision)
         if spec.tied:
             self.loss_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
-        cos, sin = rope_tables(
-            spec.max_positions, spec.head_dim, spec.rope_theta, precision.rotary, torch.device("cpu")
-        )
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the rotary tables, on the model's device. `to_empty` does not know them: call it again after that."""
+        spec = self.spec
+        # Made on the CPU, so that every device turns by the same angles.
+        cos, sin = rope_tables(spec.max_positions, spec.head_dim, spec.rope_theta, self.precision.rotary, "cpu")
+        self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +141,9 @@ class Decoder(nn.Module):
         return self.loss_head.logits(self._hidden(input_ids_BS, context)[:, -1])
 
     def _hidden(self, input_ids_BS: torch.Tensor, context: Context) -> torch.Tensor:
-        x_BSC = F.embedding(input_ids_BS, self.embed_tokens.weight).to(self.precision.compute)
+        # Widened before the look-up: its backward adds up all occurrences of a token in the dtype of the table.
+        table_VC = self.embed_tokens.weight.to(wide(self.precision.params))
+        x_BSC = F.embedding(input_ids_BS, table_VC).to(self.precision.compute)
         if context.token_keys is not None and self.spec.hidden_dropout:
             x_BSC = dropout(
                 x_BSC, self.spec.hidden_dropout, random_key(context.dropout_base, "embedding"), context.token_keys

@@ -7,7 +7,7 @@ from torch import nn
 
 from samestep.families import ModelSpec
 from samestep.model.linear import Linear
-from samestep.ops import Precision, get_activation, swiglu
+from samestep.ops import Precision, SiLU, get_activation, swiglu
 
 
 class FeedForward(nn.Module):
@@ -18,16 +18,14 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, precision) if spec.gated else None
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, precision)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, precision)
-        activation = get_activation(spec.hidden_act)
-        self.fused = spec.hidden_act == "fusedswiglu"
-        self.activation = None if self.fused else activation
+        # `fusedswiglu` names the operator that computes every gated silu.
+        self.activation = get_activation("silu" if spec.hidden_act == "fusedswiglu" else spec.hidden_act)
 
     def forward(self, x_BSC: torch.Tensor) -> torch.Tensor:
         up_BSF = self.up_proj(x_BSC)
         if self.gate_proj is None:
-            assert self.activation is not None
             return self.down_proj(self.activation(up_BSF))
         gate_BSF = self.gate_proj(x_BSC)
-        if self.activation is None:
+        if isinstance(self.activation, SiLU):
             return self.down_proj(swiglu(gate_BSF, up_BSF))
         return self.down_proj(self.activation(gate_BSF) * up_BSF)

@@ -19,11 +19,13 @@ def initialize(model: nn.Module, seed: int, initializer_range: float) -> None:
 
 
 def first_value(name: str, shape: torch.Size, seed: int, initializer_range: float) -> torch.Tensor:
-    """The whole first value of one parameter, float32."""
+    """The whole first value of one parameter, float32 on the CPU."""
+    # Named, because a default device or dtype may be set while a model is built.
+    value = torch.empty(shape, dtype=torch.float32, device="cpu")
     if name.endswith(".bias"):
-        return torch.zeros(shape)
+        return value.zero_()
     if len(shape) == 1:
-        return torch.ones(shape)
+        return value.fill_(1.0)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape).normal_(0.0, initializer_range, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    return value.normal_(0.0, initializer_range, generator=generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +11,7 @@ from samestep.families import ModelSpec, parameter_shapes
 
 _HEAD = "loss_head.weight"
 _HF_HEAD = "lm_head.weight"
+_HF_EMBEDDING = "model.embed_tokens.weight"
 
 
 def hf_name(name: str) -> str:
@@ -21,24 +21,33 @@ def hf_name(name: str) -> str:
 
 def own_name(name: str) -> str:
     """Hugging Face's name -> ours, for the llama family."""
-    return _HEAD if name == _HF_HEAD else re.sub(r"^model\.", "", name)
+    return _HEAD if name == _HF_HEAD else name.removeprefix("model.")
 
 
 def from_hf(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Tensors of a Hugging Face model under our names.
+    """Tensors of a Hugging Face causal language model under our names, not copied.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape; the message names it.
+        CheckpointError: a tensor is missing, unexpected, or of another shape, or a head differs from the embedding
+            that it is tied to; the message names it.
     """
-    renamed = {own_name(name): tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if spec.tied:
-        renamed.pop(_HEAD, None)
-    check_tensors({name: tuple(tensor.shape) for name, tensor in renamed.items()}, parameter_shapes(spec))
-    return renamed
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    head = found.pop(_HF_HEAD, None) if spec.tied else None
+    wanted = {hf_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    check_tensors({name: tuple(tensor.shape) for name, tensor in found.items()}, wanted)
+    if head is not None and not torch.equal(head, found[_HF_EMBEDDING].to(head.dtype)):
+        raise CheckpointError(
+            f"the given weights: {_HF_HEAD} differs from {_HF_EMBEDDING}, but the model ties them\n"
+            "  fix: set model.tie_word_embeddings to false"
+        )
+    return {own_name(name): tensor for name, tensor in found.items()}
 
 
 def to_hf(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our tensors under Hugging Face's names; a tied head is left out, as `save_pretrained` does."""
+    """Our tensors under Hugging Face's names.
+
+    Give them as `named_parameters` does, without a second name for a tied head: `save_pretrained` leaves it out too.
+    """
     return {hf_name(name): tensor for name, tensor in tensors.items()}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,10 +12,9 @@ from samestep.model.attention import KeyValueCache
 from samestep.model.decoder import Decoder
 
 
-@torch.no_grad()
 def generate(
     model: Decoder,
-    prompt_ids: list[int],
+    prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -23,47 +23,67 @@ def generate(
     seed: int = 0,
     end_id: int | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids one by one; stops after `max_new_tokens` or at `end_id`.
+    """New token ids one by one; ends after `max_new_tokens`, or before `end_id`. Nothing is dropped out.
 
     Where the model has no position left, the later half of what it sees is read again from position 0.
 
     Args:
         prompt_ids: at least one token; of a prompt longer than the model's positions only the end is read.
-        temperature: 0 takes the likeliest token (greedy).
+        temperature: what logits are divided by; 0 takes the likeliest token (greedy).
         top_k: sample among the k likeliest.
-        top_p: sample among the likeliest whose probabilities reach p together (Holtzman et al. 2020).
+        top_p: sample among the likeliest (of `top_k`) whose probabilities reach p together (Holtzman et al. 2020).
+        seed: of the sampling; equal seeds give equal tokens on one device.
 
     Raises:
-        ConfigError: an argument out of range, or an empty prompt.
+        ConfigError: an argument out of range, or a prompt that is empty or not in the vocabulary; at once, before the
+            first token is asked for.
     """
-    _check(prompt_ids, temperature, top_k, top_p, max_new_tokens)
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    model.eval()
+    _check(prompt_ids, model.spec.vocab_size, temperature, top_k, top_p, max_new_tokens)
+    return _tokens(model, list(prompt_ids), max_new_tokens, temperature, top_k, top_p, seed, end_id)
+
+
+@torch.no_grad()
+def _tokens(
+    model: Decoder,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    end_id: int | None,
+) -> Iterator[int]:
+    generator = torch.Generator(model.device).manual_seed(seed)
     positions = model.spec.max_positions
     cache = KeyValueCache()
-    seen = list(prompt_ids[-positions:])
-    unread = seen
+    seen = unread = prompt_ids[-positions:]
     for _ in range(max_new_tokens):
-        if cache.length + len(unread) > positions:
+        if len(seen) > positions:
             cache = KeyValueCache()
-            seen = seen[-max(1, positions // 2) :]
-            unread = seen
-        logits = model.decode(torch.tensor([unread], device=model.device), cache)[0]
-        token = int(_sample(logits, temperature, top_k, top_p, generator))
+            seen = unread = seen[-max(1, positions // 2) :]
+        logits_V = model.decode(torch.tensor([unread], device=model.device), cache)[0]
+        token = int(_sample(logits_V, temperature, top_k, top_p, generator))
         if token == end_id:
             return
         yield token
-        seen = [*seen, token]
-        unread = [token]
+        seen, unread = [*seen, token], [token]
 
 
 def _check(
-    prompt_ids: list[int], temperature: float, top_k: int | None, top_p: float | None, max_new_tokens: int
+    prompt_ids: Sequence[int],
+    vocab_size: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    max_new_tokens: int,
 ) -> None:
-    if not prompt_ids:
+    if not len(prompt_ids):
         raise ConfigError("the prompt is empty", fix="write at least one character")
-    if temperature < 0:
-        raise ConfigError(f"temperature {temperature} is negative", fix="write 0 for greedy, or a positive number")
+    for token in prompt_ids:
+        if not 0 <= token < vocab_size:
+            raise ConfigError(f"token {token} of the prompt is outside the model's vocabulary of {vocab_size}")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature {temperature} is out of range", fix="write 0 for greedy, or a positive number")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k {top_k} leaves no token", fix="write 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
@@ -77,12 +97,10 @@ def _sample(
 ) -> torch.Tensor:
     if temperature == 0:
         return logits_V.argmax()
-    logits_V = logits_V / temperature
-    if top_k is not None and top_k < len(logits_V):
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(top_k).values[-1], -torch.inf)
-    probabilities_V = logits_V.softmax(-1)
+    # float64, and the largest logit at 0: no temperature overflows, and a long tail of small probabilities adds up.
+    ordered_K, tokens_K = logits_V.double().topk(min(top_k or len(logits_V), len(logits_V)))
+    probabilities_K = ((ordered_K - ordered_K[0]) / temperature).softmax(-1)
     if top_p is not None:
-        ordered, places = probabilities_V.sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses the border stays
-        probabilities_V = probabilities_V.scatter(0, places[beyond], 0.0)
-    return torch.multinomial(probabilities_V, 1, generator=generator)
+        reached_K = probabilities_K.cumsum(-1) - probabilities_K
+        probabilities_K = probabilities_K[reached_K < top_p]  # the token that crosses the border stays
+    return tokens_K[torch.multinomial(probabilities_K, 1, generator=generator)]

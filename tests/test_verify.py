@@ -1,0 +1,149 @@
+"""The proof itself: it passes where the step is the same, and it can fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.config.load import load
+from samestep.data.dataset import load_data
+from samestep.errors import ConfigError
+from samestep.run import setup
+from samestep.verify import parity
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYOUTS = "ga=2 ga=7 packed packed+ga=3"
+
+
+@pytest.fixture(scope="module")
+def documents():
+    config = load(EXAMPLES / "documents.yaml").config
+    return config, load_data(config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_documents_take_the_same_step_however_split(documents, dtype):
+    config, data = documents
+    report = parity.run(config, layouts=parity.parse_layouts(LAYOUTS), dtype=dtype, data=data)
+    assert report.clipped
+    assert len(report.comparisons) == 4 * 4
+    assert report.passed, [c.failures for c in report.comparisons if c.failures]
+
+
+@pytest.mark.parametrize("rows", ["cut", "pack_documents"])
+def test_rows_of_several_documents_and_dropout(documents, rows):
+    config, _ = documents
+    dataset = config.train_dataset.model_copy(update={"rows": rows})
+    model = config.model.model_copy(update={"hidden_dropout": 0.1, "attention_dropout": 0.1})
+    config = config.model_copy(update={"train_dataset": dataset, "model": model})
+    report = parity.run(config, layouts=parity.parse_layouts("ga=3 packed+ga=2"), cases=["even"], dtype="float64")
+    assert report.passed, [c.failures for c in report.comparisons if c.failures]
+
+
+def test_curves_over_fifty_steps(tiny):
+    config = tiny("training.steps=50", "lr_scheduler.learning_rate=1e-3")
+    for dtype in ("float32", "float64"):
+        report = parity.run(
+            config, layouts=parity.parse_layouts("ga=4 packed"), cases=["skewed"], dtype=dtype, steps=50
+        )
+        assert report.passed, [c.failures for c in report.comparisons if c.failures]
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_bfloat16_is_judged_by_its_distance_to_the_truth(tiny, storage):
+    config = tiny("model.compute_dtype=bfloat16", f"model.params_dtype={storage}", "training.global_batch_size=12")
+    report = parity.run(config, layouts=parity.parse_layouts("ga=2 ga=6 packed"), cases=["skewed", "all_empty"])
+    assert report.dtype == "bfloat16"
+    assert report.passed, [c.failures for c in report.comparisons if c.failures]
+
+
+def test_the_mean_of_means_differs_at_every_accumulation(documents):
+    config, data = documents
+    training = config.training.model_copy(update={"loss_normalization": "micro_batch_mean"})
+    config = config.model_copy(update={"training": training})
+    report = parity.run(config, layouts=parity.parse_layouts("ga=1 ga=2 ga=4 ga=7"), cases=["even"], data=data)
+    assert [bool(c.failures) for c in report.comparisons] == [False, True, True, True]
+    assert min(c.gradient for c in report.comparisons[1:]) > 1e-2
+
+
+def faulty_gradient(updater, gradients):
+    gradients["norm.weight"][0] *= 1 + 1e-4
+
+
+def faulty_update(updater, gradients):
+    updater.optimizer.param_groups[0]["weight_decay"] = 0.02
+
+
+@pytest.mark.parametrize(("fault", "word"), [(faulty_gradient, "norm.weight"), (faulty_update, "weight")])
+def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
+    """A gradient off by 1e-4 in one element, or a doubled weight decay, in every layout but the reference."""
+    original = setup.build_step
+    calls = []
+
+    def build(config, model):
+        step = original(config, model)
+        calls.append(step)
+        if len(calls) > 1:
+            gradients = step.sink.gradients
+
+            def changed():
+                found = gradients()
+                fault(step.updater, found)
+                return found
+
+            step.sink.gradients = changed
+        return step
+
+    monkeypatch.setattr(parity, "build_step", build)
+    for dtype in ("float32", "float64"):
+        calls.clear()
+        report = parity.run(tiny(), layouts=parity.parse_layouts("ga=1"), cases=["even"], dtype=dtype)
+        (comparison,) = report.comparisons
+        assert any(word in failure for failure in comparison.failures), comparison
+
+
+def test_a_skip_that_touches_weights_is_found(tiny, monkeypatch):
+    original = setup.build_step
+
+    def build(config, model):
+        step = original(config, model)
+        apply = step.updater.apply
+
+        def leaky(gradients, coefficient, skip):
+            apply(gradients, coefficient, skip)
+            with torch.no_grad():
+                step.updater.parameters["norm.weight"].mul_(1.5)
+
+        step.updater.apply = leaky
+        return step
+
+    monkeypatch.setattr(parity, "build_step", build)
+    report = parity.run(tiny(), layouts=parity.parse_layouts("ga=2"), cases=["all_empty"])
+    assert "a skipped step changed the weights" in report.comparisons[0].failures
+
+
+@pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=2", "packed+tp=2", "", "ga"])
+def test_layouts_that_are_none(text):
+    with pytest.raises(ConfigError):
+        parity.parse_layouts(text)
+
+
+def test_more_micro_batches_than_samples_are_refused(tiny):
+    with pytest.raises(ConfigError, match="6 samples cannot make 7 micro-batches"):
+        parity.run(tiny(), layouts=parity.parse_layouts("ga=7"))
+
+
+def test_command_line_and_exit_codes(cli, tmp_path):
+    config = str(EXAMPLES / "documents.yaml")
+    out = tmp_path / "result.json"
+    code, text, _ = cli("verify", config, "--layouts", "ga=2", "--cases", "even", "--json", out)
+    assert code == 0, text
+    assert "PASSED: 1 same (float32, clipping active)" in text
+    assert json.loads(out.read_text())["passed"] is True
+    mean = "training.loss_normalization=micro_batch_mean"
+    code, text, _ = cli("verify", config, mean, "--layouts", "ga=2", "--cases", "even")
+    assert code == 1
+    assert "FAILED: 1 of 1 differ" in text
+    code, _, text = cli("verify", config, "--layouts", "dp=2")
+    assert (code, text.splitlines()[0]) == (2, "error: --layouts: 'dp=2' is no layout on one process")
