@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from samestep.errors import ConfigError
+from samestep.errors import CheckpointError, ConfigError
 from samestep.model.attention import KeyValueCache
 from samestep.model.decoder import Decoder
 
@@ -37,6 +37,7 @@ def generate(
     Raises:
         ConfigError: an argument out of range, or a prompt that is empty or not in the vocabulary; at once, before the
             first token is asked for.
+        CheckpointError: the weights give logits that are not finite.
     """
     _check(prompt_ids, model.spec.vocab_size, temperature, top_k, top_p, max_new_tokens)
     return _tokens(model, list(prompt_ids), max_new_tokens, temperature, top_k, top_p, seed, end_id)
@@ -62,6 +63,10 @@ def _tokens(
             cache = KeyValueCache()
             seen = unread = seen[-max(1, positions // 2) :]
         logits_V = model.decode(torch.tensor([unread], device=model.device), cache)[0]
+        if not logits_V.isfinite().all():
+            raise CheckpointError(
+                "the model gives logits that are not finite: its training has diverged\n  fix: use an earlier checkpoint"
+            )
         token = int(_sample(logits_V, temperature, top_k, top_p, generator))
         if token == end_id:
             return
