@@ -79,7 +79,8 @@ class Memory:
 @dataclass(frozen=True)
 class Plan:
     """The resolved numbers of a run. Samples, tokens, targets, FLOPs and micro-batches are of the first global batch
-    unless named otherwise; it is smaller than `global_batch_size` where the data is. FLOPs count each row as one document.
+    unless named otherwise; it is smaller than `global_batch_size` where the data is. FLOPs take each row for one
+    document.
     """
 
     layout: Layout

@@ -65,7 +65,7 @@ def _tokens(
         logits_V = model.decode(torch.tensor([unread], device=model.device), cache)[0]
         if not logits_V.isfinite().all():
             raise CheckpointError(
-                "the model gives logits that are not finite: its training has diverged\n  fix: use an earlier checkpoint"
+                "the model gives logits that are not finite: training has diverged\n  fix: use an earlier checkpoint"
             )
         token = int(_sample(logits_V, temperature, top_k, top_p, generator))
         if token == end_id:

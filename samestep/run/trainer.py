@@ -18,7 +18,6 @@ from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError, ConfigError, TrainingError
-from samestep.families import flops_per_token
 from samestep.plan import make_plan
 from samestep.run import checkpoint
 from samestep.run.evaluate import evaluate
@@ -105,8 +104,8 @@ class Trainer:
         if loaded:
             self._load_weights(loaded)
         lost = self._open_folder(loaded)
-        flops = flops_per_token(self.model.spec, (self.model.spec.seq_length + 1) / 2)
-        self.metrics = Metrics(self.folder, self.device, flops, config.monitor.tensorboard)
+        flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1)
+        self.metrics = Metrics(self.folder, self.device, flops_per_token, config.monitor.tensorboard)
         for text in [*warnings, *(f"checkpoint passed over: {reason}" for reason in passed_over)]:
             self.warn(text)
         if loaded:

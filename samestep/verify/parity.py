@@ -20,12 +20,12 @@ import torch
 
 from samestep.config.schema import Config, LrSchedulerConfig
 from samestep.data.batch import Batch, collate
-from samestep.data.dataset import Data, load_data, make_order
+from samestep.data.dataset import Data, data_facts, load_data, make_order
 from samestep.data.order import StepSamples
 from samestep.data.rows import IGNORE, Rows, Sample
 from samestep.errors import ConfigError
 from samestep.ops import Precision, random_key
-from samestep.plan import split_evenly
+from samestep.plan import make_plan, split_evenly
 from samestep.run.setup import build_model, build_step
 from samestep.step.update import Updater, decays
 
@@ -161,6 +161,7 @@ def run(
         ConfigError: more micro-batches than samples.
     """
     data = data or load_data(config)
+    make_plan(config, 1, data_facts(config, data))  # a configuration that cannot train proves nothing
     layouts = list(layouts or default_layouts(config))
     samples = min(config.training.global_batch_size, len(data.train))
     for layout in layouts:

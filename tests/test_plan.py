@@ -1,0 +1,396 @@
+"""The plan: every number against one worked out by hand, every refusal with its way out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from samestep.config.load import from_dict
+from samestep.config.schema import Config
+from samestep.errors import ConfigError
+from samestep.families import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    flops_per_token,
+    parameter_count,
+    parameter_shapes,
+    resolve_model,
+)
+from samestep.model.decoder import Decoder
+from samestep.ops import Precision
+from samestep.ops.activation import ACTIVATION_MAP
+from samestep.ops.norm import get_norm_cls
+from samestep.plan import DataFacts, Layout, Plan, make_plan, resolve_layout, split_evenly, split_step, usable_samples
+
+MODEL = {
+    "vocab_size": 100,
+    "seq_length": 10,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "compute_dtype": "float32",
+}
+
+
+def config_of(**fields: Any) -> Config:
+    """`training__steps=3` sets training.steps."""
+    data: dict[str, Any] = {"train_dataset": {"path": "a.txt"}, "model": dict(MODEL)}
+    for name, value in fields.items():
+        section, _, field = name.partition("__")
+        data.setdefault(section, {})[field] = value
+    return from_dict(data).config
+
+
+def batch_of(whole: int, local: int, **fields: Any) -> Config:
+    return config_of(training__global_batch_size=whole, training__local_batch_size=local, **fields)
+
+
+def facts_of(samples: int, *lengths: int, vocab_size: int = 100) -> DataFacts:
+    """Samples with these lengths in the first global batch; the last position of each is no target."""
+    targets = tuple(n - 1 for n in lengths)
+    return DataFacts(samples, 10 * samples, 9 * samples, lengths, targets, vocab_size)
+
+
+def refusal(config: Config, world_size: int = 1, facts: DataFacts | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, world_size, facts)
+    assert caught.value.field and caught.value.fix, "a refusal says where, and what to write instead"
+    return caught.value
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize(
+    ("world", "fields", "truth"),
+    [
+        (1, {}, (1, 1, 1, 1, 1, 1)),
+        (8, {}, (8, 1, 8, 1, 1, 1)),
+        (8, {"data_parallel_shard": -5}, (8, 1, 8, 1, 1, 1)),
+        (8, {"data_parallel_shard": 1}, (8, 8, 1, 1, 1, 1)),
+        (8, {"data_parallel_shard": 2}, (8, 4, 2, 1, 1, 1)),
+        (24, {"data_parallel_shard": 2, "tensor_parallel": 3, "context_parallel": 2}, (4, 2, 2, 3, 2, 1)),
+        (12, {"pipeline_parallel": 3, "tensor_parallel": 4}, (1, 1, 1, 4, 1, 3)),
+    ],
+)
+def test_layout(world: int, fields: dict[str, int], truth: tuple[int, ...]):
+    config = config_of(**{f"parallelism__{name}": value for name, value in fields.items()})
+    assert resolve_layout(config.parallelism, world) == Layout(world, *truth)
+
+
+def test_degrees_that_do_not_divide():
+    error = refusal(batch_of(8, 1, parallelism__data_parallel_shard=3), 8)
+    assert error.field == "parallelism.data_parallel_shard"
+    assert "3 does not divide the data-parallel degree 8" in str(error)
+    assert "-1 (all of it) or one of 1, 2, 4, 8" in str(error)
+    error = refusal(batch_of(8, 1, parallelism__tensor_parallel=2, parallelism__pipeline_parallel=3), 8)
+    assert error.field == "parallelism.pipeline_parallel"
+    assert "= 2 x 1 x 3 = 6 does not divide the 8 ranks" in str(error)
+    assert "one of 1, 2, 4, 8, or start 6 ranks" in str(error)
+    with pytest.raises(ConfigError, match="0 ranks cannot hold a shard"):
+        config_of(parallelism__data_parallel_shard=0)
+
+
+# ---- the batch
+
+
+@pytest.mark.parametrize(
+    ("whole", "local", "world", "accumulation"),
+    [(8, 2, 1, 4), (8, 2, 2, 2), (8, 2, 4, 1), (7, 2, 1, 4), (7, 2, 2, 2), (13, 3, 2, 3), (13, 3, 4, 2), (5, 5, 1, 1)],
+)
+def test_accumulation_is_the_samples_of_a_rank_over_the_local_batch_rounded_up(
+    whole: int, local: int, world: int, accumulation: int
+):
+    plan = make_plan(batch_of(whole, local), world)
+    assert plan.accumulation_steps == accumulation
+    assert (plan.samples_trained, plan.samples_dropped) == (whole, 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "local", "truth"),
+    [
+        (7, 1, 3, [[(0, 3), (3, 6), (6, 7)]]),
+        (7, 2, 3, [[(0, 3), (3, 4)], [(4, 7)]]),
+        (7, 3, 3, [[(0, 3)], [(3, 5)], [(5, 7)]]),
+        (7, 4, 1, [[(0, 1), (1, 2)], [(2, 3), (3, 4)], [(4, 5), (5, 6)], [(6, 7)]]),
+        (2, 4, 2, [[(0, 1)], [(1, 2)], [], []]),
+        (0, 2, 2, [[], []]),
+    ],
+)
+def test_micro_batch_table_by_hand(samples: int, ranks: int, local: int, truth: list[list[tuple[int, int]]]):
+    assert split_step(samples, ranks, local) == truth
+
+
+def test_every_sample_is_in_one_micro_batch():
+    for samples, ranks, local in itertools.product(range(30), range(1, 5), range(1, 7)):
+        table = split_step(samples, ranks, local)
+        assert len(table) == ranks
+        assert [i for rank in table for start, stop in rank for i in range(start, stop)] == list(range(samples))
+        sizes = [sum(stop - start for start, stop in rank) for rank in table]
+        assert max(sizes) - min(sizes) <= 1
+        for rank in table:
+            assert all(stop - start == local for start, stop in rank[:-1])
+            assert all(0 < stop - start <= local for start, stop in rank)
+    assert split_evenly(7, 3) == [(0, 3), (3, 5), (5, 7)]
+
+
+def test_remainder():
+    assert [usable_samples(n, 4, "use") for n in (0, 3, 4, 11)] == [0, 3, 4, 11]
+    assert [usable_samples(n, 4, "drop") for n in (0, 3, 4, 11)] == [0, 0, 4, 8]
+    for world, trained, nearest in ((1, 10, ()), (2, 8, (8, 12)), (3, 6, (6, 12))):
+        plan = make_plan(batch_of(10, 2, training__remainder="drop"), world)
+        assert (plan.samples_trained, plan.samples_dropped, plan.nearest_dividing) == (trained, 10 - trained, nearest)
+        assert plan.divides == (not nearest)
+        assert all(m.samples == 2 for m in plan.micro_batches)
+        notes = "".join(plan.notes)
+        assert (f"{10 - trained} samples of every global batch are discarded" in notes) == (trained < 10)
+        assert (" or ".join(map(str, nearest)) + " would divide exactly" in notes) == (trained < 10)
+    error = refusal(batch_of(10, 2, training__remainder="error"), 2)
+    assert error.field == "training.global_batch_size" and "write 8 or 12, or remainder: use" in str(error)
+    assert make_plan(batch_of(12, 2, training__remainder="error"), 2).divides
+
+
+def test_more_ranks_times_samples_than_the_global_batch():
+    error = refusal(batch_of(8, 4), 4)
+    assert error.field == "training.global_batch_size"
+    assert "4 x 4 = 16 is more than global_batch_size 8" in str(error)
+    assert "raise global_batch_size to 16 or more, or lower local_batch_size to 2 or less" in str(error)
+    make_plan(batch_of(16, 4), 4)
+    make_plan(batch_of(8, 2), 4)
+    error = refusal(batch_of(3, 1), 4)
+    assert "raise global_batch_size to 4 or more, or lower local_batch_size to 1 and the data-parallel" in str(error)
+    assert "ranks to 3 or less" in str(error)
+    make_plan(batch_of(3, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("samples", "whole", "local", "world", "remainder", "last", "steps", "rest"),
+    [
+        (20, 6, 2, 1, "use", "use", 4, 2),
+        (20, 6, 2, 1, "use", "drop", 3, 2),
+        (18, 6, 2, 1, "use", "use", 3, 0),
+        (19, 6, 2, 1, "drop", "use", 3, 1),  # one sample makes no micro-batch of two, so no step
+        (19, 6, 2, 1, "drop", "drop", 3, 1),
+        (21, 6, 2, 1, "drop", "use", 4, 3),
+        (21, 6, 2, 2, "drop", "use", 3, 3),
+        (4, 6, 2, 1, "use", "use", 1, 4),
+        (20, 6, 2, 1, "error", "use", 4, 2),
+    ],
+)
+def test_steps_of_an_epoch(
+    samples: int, whole: int, local: int, world: int, remainder: str, last: str, steps: int, rest: int
+):
+    config = batch_of(
+        whole, local, training__steps=12, training__remainder=remainder, training__last_batch=last
+    )  # fmt: skip
+    plan = make_plan(config, world, facts_of(samples, *[10] * min(whole, samples)))
+    assert (plan.steps_per_epoch, plan.last_batch_samples, plan.epochs) == (steps, rest, 12 / steps)
+
+
+def test_data_smaller_than_the_batch():
+    plan = make_plan(batch_of(8, 2, training__remainder="drop"), 1, facts_of(5, 10, 10, 10, 10, 10))
+    assert (plan.samples_trained, plan.samples_dropped, plan.accumulation_steps) == (4, 1, 2)
+    assert "The last batch of every epoch has 5 samples (last_batch: use), of which 1 are discarded" in plan.notes[-1]
+    error = refusal(batch_of(8, 2, training__last_batch="drop"), 1, facts_of(5, *[10] * 5))
+    assert error.field == "training.last_batch"
+    assert "5 samples, fewer than global_batch_size 8" in str(error) and "global_batch_size of 5 or less" in str(error)
+    error = refusal(batch_of(8, 4, training__remainder="drop"), 2, facts_of(5, *[10] * 5))
+    assert error.field == "training.remainder" and "local_batch_size 2 or less" in str(error)
+    error = refusal(batch_of(4, 2, training__remainder="error"), 1, facts_of(7, *[10] * 4))
+    assert "last batch of an epoch has 3 samples, no multiple of data_parallel x local_batch_size = 2" in str(error)
+    make_plan(batch_of(4, 2, training__remainder="error", training__last_batch="drop"), 1, facts_of(7, *[10] * 4))
+
+
+# ---- schedule
+
+
+@pytest.mark.parametrize(("warmup", "fine"), [(0, True), (10, True), (11, False)])
+def test_warm_up_longer_than_the_run(warmup: int, fine: bool):
+    config = config_of(training__steps=10, lr_scheduler__warmup_steps=warmup)
+    if fine:
+        make_plan(config)
+    else:
+        error = refusal(config)
+        assert error.field == "lr_scheduler.warmup_steps" and "11 steps is longer than the run" in str(error)
+        make_plan(config_of(training__steps=10, lr_scheduler__warmup_steps=11, lr_scheduler__warmup_ratio=1.0))
+
+
+def test_a_rate_that_ends_above_its_peak():
+    rising = {"lr_scheduler__learning_rate": 1e-3, "lr_scheduler__lr_end": 1e-2}
+    assert refusal(config_of(lr_scheduler__type="linear", **rising)).field == "lr_scheduler.lr_end"
+    make_plan(config_of(lr_scheduler__type="constant", **rising))
+
+
+# ---- tokens
+
+
+def test_tokens_targets_and_padding_by_hand():
+    facts = facts_of(50, 10, 4, 7, 1, 9)
+    padded = make_plan(batch_of(5, 2), 2, facts)  # rank 0: (10, 4) (7); rank 1: (1, 9)
+    found = [
+        (m.rank, m.index, m.start, m.stop, m.samples, m.tokens, m.padding, m.targets) for m in padded.micro_batches
+    ]
+    assert found == [(0, 0, 0, 2, 2, 14, 6, 12), (0, 1, 2, 3, 1, 7, 0, 6), (1, 0, 3, 5, 2, 10, 8, 8)]
+    assert (padded.tokens, padded.padding, padded.targets) == (31, 14, 26)
+    packed = make_plan(batch_of(5, 2, training__micro_batch="packed"), 2, facts)
+    assert (packed.tokens, packed.padding, packed.targets) == (31, 0, 26)
+    without = make_plan(batch_of(5, 2), 2)
+    assert (without.tokens, without.padding, without.targets, without.epochs) == (50, 0, 50, None)
+    unknown = make_plan(batch_of(5, 2, train_dataset__rows="documents"), 2)
+    assert (unknown.tokens, unknown.padding, unknown.targets, unknown.flops_per_step) == (None, None, None, None)
+    assert [m.samples for m in unknown.micro_batches] == [2, 1, 2]
+
+
+def test_a_plan_is_json():
+    plan = make_plan(batch_of(5, 2), 2, facts_of(50, 10, 4, 7, 1, 9))
+    values = json.loads(json.dumps(plan.as_dict()))
+    assert values["memory"]["total"] == plan.memory.total == sum(v for k, v in values["memory"].items() if k != "total")
+    assert values["micro_batches"][1]["tokens"] == 7
+
+
+def test_notes():
+    def notes(config: Config, world: int = 1) -> str:
+        return "\n".join(make_plan(config, world).notes)
+
+    assert make_plan(batch_of(2, 2)).notes == ()
+    assert "a negative value means all of data parallel" in notes(config_of(parallelism__data_parallel_shard=-2))
+    assert "negative" not in notes(config_of(parallelism__data_parallel_shard=-1))
+    assert "depends on how the batch is split" in notes(config_of(training__loss_normalization="micro_batch_mean"))
+    assert "reference attention" in notes(config_of(model__attention_dropout=0.1))
+    assert "every sample is trained once. 4 or 6 would divide exactly" in notes(batch_of(5, 2))
+
+
+# ---- the model
+
+
+def spec_of(**fields: Any):
+    return resolve_model(config_of(**{f"model__{name}": value for name, value in fields.items()}).model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("heads", [(3, 1, None), (3, 3, None), (6, 2, 4)])
+@pytest.mark.parametrize("hidden_act", ["silu", "fusedswiglu", "gelu"])
+def test_shapes_are_those_of_the_decoder(tied: bool, normalization: str, heads: Any, hidden_act: str):
+    spec = spec_of(
+        tie_word_embeddings=tied,
+        normalization=normalization,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        hidden_act=hidden_act,
+    )
+    decoder = Decoder(spec, Precision.from_config(config_of().model))
+    truth = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert list(parameter_shapes(spec).items()) == list(truth.items()), "names, shapes and order"
+    assert parameter_count(spec) == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_parameters_by_hand():
+    # hidden 12, heads of 4: q 12 x 12, k and v 4 x 12, o 12 x 12; gate, up, down 20 x 12; two norms of 12
+    layer = 12 * 12 + 2 * 4 * 12 + 12 * 12 + 3 * 20 * 12 + 2 * 12
+    assert parameter_count(spec_of()) == 2 * 100 * 12 + 2 * layer + 12
+    assert parameter_count(spec_of(tie_word_embeddings=True)) == 100 * 12 + 2 * layer + 12
+    assert parameter_count(spec_of(normalization="LayerNorm")) == 2 * 100 * 12 + 2 * (layer + 24) + 24
+
+
+def test_flops_by_hand():
+    products = 100 * 12 + 2 * (12 * 12 + 2 * 4 * 12 + 12 * 12 + 3 * 20 * 12)
+    scores = 2 * 3 * 4  # layers x heads x features: forward 2 + 2 FLOPs for each earlier position, backward twice that
+    for tied in (False, True):
+        spec = spec_of(tie_word_embeddings=tied)
+        assert flops_per_token(spec, 5.5) == 6 * products + 12 * scores * 5.5
+    plan = make_plan(batch_of(2, 1), 1, facts_of(4, 4, 2))
+    attended = 1 + 2 + 3 + 4 + 1 + 2
+    assert plan.flops_per_step == pytest.approx(6 * 6 * products + 12 * scores * attended, rel=1e-14)
+    whole_rows = make_plan(batch_of(2, 1))
+    assert whole_rows.flops_per_step == pytest.approx(20 * 6 * products + 12 * scores * 2 * 55, rel=1e-14)
+
+
+def test_memory_by_hand():
+    count = parameter_count(spec_of())
+
+    def memory(config: Config, world: int = 1):
+        return make_plan(config, world, facts_of(40, *[10] * config.training.global_batch_size)).memory
+
+    plain = memory(batch_of(4, 2))
+    assert (plain.parameters, plain.gradients, plain.optimizer, plain.masters) == (4 * count, 4 * count, 8 * count, 0)
+    # 20 positions; a layer keeps 4 x 12 around its norms, q and output 2 x 12, k and v 2 x 4, 3 x 20 in the MLP, and
+    # the norms' own copies 2 x 12; embedding and last norm 2 x 12; all float32.
+    assert plain.activations == 20 * 4 * (2 * (48 + 24 + 8 + 60 + 24) + 24)
+    assert plain.logits == 4 * (2 * 20 * 100 + 100 * 12)
+    low = memory(batch_of(4, 2, model__params_dtype="bfloat16", model__compute_dtype="bfloat16"))
+    assert (low.parameters, low.gradients, low.optimizer, low.masters) == (2 * count, 4 * count, 8 * count, 4 * count)
+    assert low.activations == 20 * (2 * (2 * (48 + 24 + 8 + 60) + 4 * 24) + 2 * 24)
+    double = memory(batch_of(4, 2, model__params_dtype="float64", model__gradient_dtype="float64"))
+    assert (double.parameters, double.gradients, double.optimizer) == (8 * count, 8 * count, 16 * count)
+    sharded = memory(batch_of(4, 2), 2)
+    assert sharded.parameters == 4 * -(-count // 2) and sharded.activations == plain.activations
+    replicated = memory(batch_of(4, 2, parallelism__data_parallel_shard=1), 2)
+    assert replicated == plain
+    assert plain.total == sum((plain.parameters, plain.gradients, plain.optimizer, plain.activations, plain.logits))
+
+
+def test_padding_counts_as_memory():
+    def activations(config: Config, *lengths: int) -> int:
+        return make_plan(config, 1, facts_of(40, *lengths)).memory.activations
+
+    assert activations(batch_of(4, 2), 10, 1, 5, 5) == activations(batch_of(4, 2), 10, 10, 5, 5)
+    packed = batch_of(4, 2, training__micro_batch="packed")
+    assert activations(packed, 10, 1, 5, 5) * 20 == activations(packed, 10, 10, 5, 5) * 11
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "fix"),
+    [
+        ({"model_type": "gpt5"}, "model_type", "llama"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures", "LlamaForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM", "X"]}, "architectures", "LlamaForCausalLM"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads", "write one of: 1, 3"),
+        ({"num_key_value_heads": 6}, "num_key_value_heads", "write one of: 1, 3"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 1}, "num_attention_heads", "a hidden_size of 10 or 15"),
+        ({"num_attention_heads": 13, "num_key_value_heads": 1}, "num_attention_heads", "a hidden_size of 13"),
+        ({"head_dim": 5}, "head_dim", "even head_dim such as 6"),
+        ({"max_position_embeddings": 9}, "max_position_embeddings", "write 10 or more"),
+        ({"hidden_act": "tanh"}, "hidden_act", "gelu, silu, fusedswiglu"),
+        ({"normalization": "layernorm"}, "normalization", "RMSNorm, LayerNorm"),
+        ({"vocab_size": None}, "vocab_size", "a tokenizer"),
+    ],
+)
+def test_a_model_that_cannot_be(fields: dict[str, Any], field: str, fix: str):
+    error = refusal(config_of(**{f"model__{name}": value for name, value in fields.items()}))
+    assert error.field == f"model.{field}"
+    assert fix in (error.fix or "")
+
+
+def test_the_vocabulary_must_hold_every_token():
+    error = refusal(config_of(), 1, facts_of(4, 10, vocab_size=101))
+    assert error.field == "model.vocab_size" and "write 101 or more" in str(error)
+    assert make_plan(config_of(), 1, facts_of(4, 10, vocab_size=99)).parameters == parameter_count(spec_of())
+    free = config_of(model__vocab_size=None)
+    assert make_plan(free, 1, facts_of(4, 10, vocab_size=100)).parameters == parameter_count(spec_of())
+
+
+def test_what_is_left_open_is_inferred():
+    spec = spec_of(intermediate_size=None, num_key_value_heads=None)
+    assert (spec.num_kv_heads, spec.head_dim, spec.max_positions, spec.hidden_act) == (3, 4, 10, "silu")
+    assert spec.intermediate_size == 64  # 8/3 of 12 is 32, up to a multiple of 64
+    assert spec_of(hidden_size=4096, num_attention_heads=32, intermediate_size=None).intermediate_size == 10944
+    assert (spec_of().norm_eps, spec_of(layer_norm_epsilon=0.0).norm_eps) == (1e-5, 0.0)
+    assert spec_of(hidden_act="FusedSwiGLU").hidden_act == "fusedswiglu"
+
+
+def test_names_are_those_of_the_operators():
+    assert set(ACTIVATIONS) == set(ACTIVATION_MAP)
+    for name in NORMALIZATIONS:
+        get_norm_cls(name)
+
+
+def test_plans_are_plain_values():
+    one, two = (make_plan(batch_of(5, 2), 2, facts_of(50, 10, 4, 7, 1, 9)) for _ in range(2))
+    assert isinstance(one, Plan) and one == two
