@@ -1,6 +1,6 @@
 """Operators against their alternatives, forward and backward: interleaved, median of the ratios to the first.
 
-    python benchmarks/operators.py
+python benchmarks/operators.py
 """
 
 from __future__ import annotations

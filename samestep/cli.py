@@ -1,4 +1,4 @@
-"""The command line: train, plan, verify, evaluate, generate, schema."""
+"""The command line: train, plan, verify, evaluate, generate, report, schema, init."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def main() -> None:
         kind = {1: "failed", 2: "error"}[error.exit_code]
         print(f"{kind}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
+    except OSError as error:
+        if debug or error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -223,8 +228,50 @@ def generate(
         top_p=top_p,
         seed=seed,
         end_id=opened.tokenizer.end_id,
+        token_count=opened.tokenizer.vocab_size,
     )
     output.print(opened.tokenizer.decode([*ids, *new]), markup=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page.", show_default="RUN/report.html")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw runs on one HTML page that needs no network: curves, skips, plan, configuration."""
+    from samestep.run.report import REPORT_FILE, write_report
+
+    if out is None and len(runs) > 1:
+        raise ConfigError("several runs have no folder in common for the page", field="--output", fix="write -o FILE")
+    path = out or runs[0] / REPORT_FILE
+    write_report(runs, path)
+    output.print(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB)", markup=False)
+
+
+@app.command()
+def init(
+    family: Annotated[str, typer.Argument(metavar="[FAMILY]", help="Family of the network.")] = "llama",
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file.")] = Path("samestep.yaml"),
+    debug: Debug = False,
+) -> None:
+    """Write a commented configuration to begin with."""
+    from samestep.config.template import DATA_FILE, template
+    from samestep.families import FAMILIES
+
+    if family not in FAMILIES:
+        names = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"{family!r} is not a known model type", field="FAMILY", fix=f"write one of: {names}")
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(template(family))
+    except FileExistsError:
+        raise ConfigError(f"{out} exists", field="--output", fix="name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", field="--output", fix="name another file") from None
+    output.print(f"wrote {out}; put your text into {out.parent / DATA_FILE}, then: samestep train {out}", markup=False)
 
 
 @app.command()

@@ -8,30 +8,80 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from samestep.config.schema import ModelConfig
+from samestep.config.schema import ModelConfig, RopeScalingConfig
 from samestep.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one `model_type` apart from the others."""
+    """What sets one `model_type` apart from the others.
+
+    Attributes:
+        architecture: class name in a Hugging Face configuration.
+        attention_bias, mlp_bias, qk_layernorm, tied: where the `model` section says null.
+        output_bias: whether attention biases include that of the output projection.
+        learned_positions: a table of positions added to the embedding, instead of rotary positions.
+        without_effect: fields of the `model` section that this family cannot use; setting one is an error.
+    """
 
     name: str
     architecture: str
-    hidden_act: str
-    gated: bool
-    norm_eps: float
-    tied: bool
+    hidden_act: str = "silu"
+    gated: bool = True
+    normalization: str = "RMSNorm"
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
+    output_bias: bool = True
+    mlp_bias: bool = False
+    qk_layernorm: bool = False
+    learned_positions: bool = False
     without_effect: frozenset[str] = frozenset()
-    """Fields of the `model` section that this family cannot use; setting one is an error."""
+
+    @property
+    def position_embedding_type(self) -> str:
+        return "learned_absolute" if self.learned_positions else "rope"
 
 
-ACTIVATIONS = ("gelu", "silu", "fusedswiglu")
+ACTIVATIONS = ("gelu", "silu", "fusedswiglu", "gelu_tanh")
+ACTIVATION_ALIASES = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM", hidden_act="silu", gated=True, norm_eps=1e-5, tied=False),
+    family.name: family
+    for family in (
+        Family("llama", "LlamaForCausalLM"),
+        Family("qwen2", "Qwen2ForCausalLM", norm_eps=1e-6, attention_bias=True, output_bias=False),
+        Family("qwen3", "Qwen3ForCausalLM", norm_eps=1e-6, qk_layernorm=True),
+        Family("mistral", "MistralForCausalLM"),
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            hidden_act="gelu_tanh",
+            gated=False,
+            normalization="LayerNorm",
+            tied=True,
+            attention_bias=True,
+            mlp_bias=True,
+            learned_positions=True,
+            without_effect=frozenset({"rope_theta", "rope_scaling", "sliding_window", "qk_layernorm"}),
+        ),
+    )
 }
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Resolved `model.rope_scaling`; what `type` does not use has no meaning. See `ops.rope` for the formulas."""
+
+    type: str
+    factor: float
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +108,13 @@ class ModelSpec:
     hidden_dropout: float
     attention_dropout: float
     initializer_range: float
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_layernorm: bool = False
+    learned_positions: bool = False
+    sliding_window: int | None = None
+    rope_scaling: RopeScaling | None = None
 
 
 def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpec:
@@ -76,11 +133,16 @@ def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpe
         if getattr(model, name) != ModelConfig.model_fields[name].default:
             raise ConfigError(f"has no effect for model_type {family.name}", field=f"model.{name}", fix="remove it")
     hidden_act = (model.hidden_act or family.hidden_act).lower()
+    hidden_act = ACTIVATION_ALIASES.get(hidden_act, hidden_act)
     _check_name("hidden_act", hidden_act, ACTIVATIONS)
-    _check_name("normalization", model.normalization, NORMALIZATIONS)
+    normalization = family.normalization if model.normalization is None else model.normalization
+    _check_name("normalization", normalization, NORMALIZATIONS)
+    if model.position_embedding_type is not None:
+        _check_name("position_embedding_type", model.position_embedding_type, (family.position_embedding_type,))
     gated = family.gated or hidden_act == "fusedswiglu"
     kv_heads = model.num_key_value_heads or model.num_attention_heads
-    _check_heads(model, kv_heads)
+    _check_heads(model, kv_heads, rotary=not family.learned_positions)
+    attention_bias = _own_or_family(model.attention_bias, family.attention_bias)
     size = model.vocab_size or vocab_size
     if size is None:
         raise ConfigError("is not known without a tokenizer", field="model.vocab_size", fix="write it, or a tokenizer")
@@ -108,17 +170,113 @@ def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpe
         num_heads=model.num_attention_heads,
         num_kv_heads=kv_heads,
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
-        normalization=model.normalization,
+        normalization=normalization,
         fused_norm=model.fused_norm,
         norm_eps=family.norm_eps if model.layer_norm_epsilon is None else model.layer_norm_epsilon,
         hidden_act=hidden_act,
         gated=gated,
-        tied=model.tie_word_embeddings,
+        tied=_own_or_family(model.tie_word_embeddings, family.tied),
         rope_theta=model.rope_theta,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         initializer_range=model.initializer_range,
+        attention_bias=attention_bias,
+        output_bias=attention_bias and family.output_bias,
+        mlp_bias=_own_or_family(model.mlp_bias, family.mlp_bias),
+        qk_layernorm=_own_or_family(model.qk_layernorm, family.qk_layernorm),
+        learned_positions=family.learned_positions,
+        sliding_window=model.sliding_window,
+        rope_scaling=_rope_scaling(model.rope_scaling, positions),
     )
+
+
+def _own_or_family(own: bool | None, family: bool) -> bool:
+    return family if own is None else own
+
+
+_SCALING_FIELDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+        }
+    ),
+}
+"""Fields that each `model.rope_scaling.type` uses."""
+
+
+def _rope_scaling(config: RopeScalingConfig, positions: int) -> RopeScaling | None:
+    """Resolve `model.rope_scaling` of a model with `positions` positions; None where nothing is scaled.
+
+    Raises:
+        ConfigError: a field that the type needs is missing, or one that it does not use is set.
+    """
+    used = _SCALING_FIELDS[config.type]
+    for name in type(config).model_fields:
+        if name != "type" and name not in used and getattr(config, name) is not None:
+            raise _scaling_error(name, f"has no effect for rope_scaling.type {config.type}", "remove it")
+    if config.type == "default":
+        return None
+    original = config.original_max_position_embeddings
+    if original is None and "original_max_position_embeddings" in used:
+        raise _scaling_error(
+            "original_max_position_embeddings",
+            f"is needed for rope_scaling.type {config.type}",
+            "write the number of positions that the model was first trained with",
+        )
+    factor = config.factor
+    if factor is None and (config.type != "yarn" or original is None):
+        raise _scaling_error("factor", f"is needed for rope_scaling.type {config.type}", "write a number >= 1")
+    if factor is None:
+        assert original is not None
+        factor = max(1.0, positions / original)
+    low, high = config.low_freq_factor or 1.0, config.high_freq_factor or 4.0
+    if low >= high:
+        raise _scaling_error(
+            "low_freq_factor", f"{low} is not below high_freq_factor {high}", f"write less than {high}"
+        )
+    return RopeScaling(
+        type=config.type,
+        factor=factor,
+        original_positions=original or 0,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=config.beta_fast or 32.0,
+        beta_slow=config.beta_slow or 1.0,
+        attention_factor=_attention_factor(config, factor) if config.type == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(config: RopeScalingConfig, factor: float) -> float:
+    """The root of yarn's 1 / temperature (Peng et al. 2023, eq. 22), or a ratio of two (DeepSeek-V3)."""
+    given = config.mscale is not None, config.mscale_all_dim is not None
+    if given[0] != given[1]:
+        name, other = ("mscale", "mscale_all_dim") if given[0] else ("mscale_all_dim", "mscale")
+        raise _scaling_error(name, f"has no effect without {other}", f"write {other} too, or remove it")
+    if config.attention_factor is not None:
+        if config.mscale is not None:
+            raise _scaling_error("mscale", "has no effect beside attention_factor", "keep one of the two")
+        return config.attention_factor
+
+    def root(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    if config.mscale is not None and config.mscale_all_dim is not None:
+        return root(config.mscale) / root(config.mscale_all_dim)
+    return root(1.0)
+
+
+def _scaling_error(name: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(reason, field=f"model.rope_scaling.{name}", fix=fix)
 
 
 def _family(model: ModelConfig) -> Family:
@@ -144,7 +302,7 @@ def _check_name(field: str, name: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{name!r} is not known", field=f"model.{field}", fix=f"write one of: {', '.join(known)}")
 
 
-def _check_heads(model: ModelConfig, kv_heads: int) -> None:
+def _check_heads(model: ModelConfig, kv_heads: int, rotary: bool) -> None:
     heads = model.num_attention_heads
     if heads % kv_heads:
         raise ConfigError(
@@ -161,7 +319,7 @@ def _check_heads(model: ModelConfig, kv_heads: int) -> None:
             fix=f"write head_dim, or a hidden_size of {near}",
         )
     head_dim = model.head_dim or model.hidden_size // heads
-    if head_dim % 2:
+    if rotary and head_dim % 2:
         raise ConfigError(
             f"rotary position embedding turns pairs of features, but a head has {head_dim}",
             field="model.head_dim",
@@ -176,28 +334,48 @@ def _default_intermediate(hidden_size: int, gated: bool) -> int:
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the decoder's own order; a tied head is not listed twice."""
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab_size, hidden)}
+    if spec.learned_positions:
+        shapes["embed_positions.weight"] = (spec.max_positions, hidden)
     for layer in range(spec.num_layers):
         prefix = f"layers.{layer}."
-        shapes |= _norm_shapes(prefix + "input_layernorm", spec)
-        shapes[prefix + "self_attn.q_proj.weight"] = (queries, spec.hidden_size)
-        shapes[prefix + "self_attn.k_proj.weight"] = (keys, spec.hidden_size)
-        shapes[prefix + "self_attn.v_proj.weight"] = (keys, spec.hidden_size)
-        shapes[prefix + "self_attn.o_proj.weight"] = (spec.hidden_size, queries)
-        shapes |= _norm_shapes(prefix + "post_attention_layernorm", spec)
-        if spec.gated:
-            shapes[prefix + "mlp.gate_proj.weight"] = (spec.intermediate_size, spec.hidden_size)
-        shapes[prefix + "mlp.up_proj.weight"] = (spec.intermediate_size, spec.hidden_size)
-        shapes[prefix + "mlp.down_proj.weight"] = (spec.hidden_size, spec.intermediate_size)
-    shapes |= _norm_shapes("norm", spec)
+        shapes |= _norm_shapes(prefix + "input_layernorm", hidden, spec)
+        shapes |= _attention_shapes(prefix + "self_attn.", spec)
+        shapes |= _norm_shapes(prefix + "post_attention_layernorm", hidden, spec)
+        for name, outputs, inputs in (
+            *([("gate_proj", spec.intermediate_size, hidden)] if spec.gated else []),
+            ("up_proj", spec.intermediate_size, hidden),
+            ("down_proj", hidden, spec.intermediate_size),
+        ):
+            shapes |= _linear_shapes(f"{prefix}mlp.{name}", outputs, inputs, spec.mlp_bias)
+    shapes |= _norm_shapes("norm", hidden, spec)
     if not spec.tied:
-        shapes["loss_head.weight"] = (spec.vocab_size, spec.hidden_size)
+        shapes["loss_head.weight"] = (spec.vocab_size, hidden)
     return shapes
 
 
-def _norm_shapes(name: str, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    shape: tuple[int, ...] = (spec.hidden_size,)
+def _attention_shapes(prefix: str, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = (
+        _linear_shapes(prefix + "q_proj", queries, hidden, spec.attention_bias)
+        | _linear_shapes(prefix + "k_proj", keys, hidden, spec.attention_bias)
+        | _linear_shapes(prefix + "v_proj", keys, hidden, spec.attention_bias)
+        | _linear_shapes(prefix + "o_proj", hidden, queries, spec.output_bias)
+    )
+    if spec.qk_layernorm:
+        shapes |= _norm_shapes(prefix + "q_norm", spec.head_dim, spec)
+        shapes |= _norm_shapes(prefix + "k_norm", spec.head_dim, spec)
+    return shapes
+
+
+def _linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (outputs, inputs)}
+    return weight | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def _norm_shapes(name: str, size: int, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    shape: tuple[int, ...] = (size,)
     bias = {f"{name}.bias": shape} if spec.normalization == "LayerNorm" else {}
     return {f"{name}.weight": shape} | bias
 
@@ -205,6 +383,12 @@ def _norm_shapes(name: str, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def parameter_count(spec: ModelSpec) -> int:
     """Number of trained numbers; a tied embedding counts once."""
     return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
+
+
+def attended(length: int, sliding_window: int | None) -> int:
+    """Positions that the tokens of one causal row see, each itself included, summed over the row."""
+    seen = length if sliding_window is None else min(length, sliding_window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def flops_per_token(spec: ModelSpec, context: float) -> float:
@@ -215,7 +399,7 @@ def flops_per_token(spec: ModelSpec, context: float) -> float:
     costs nothing; the head is a matrix product whether tied or not.
 
     Args:
-        context: mean number of positions a token attends to; (row + 1) / 2 for a causal row.
+        context: mean number of positions a token attends to; `attended(row) / row` for a causal row.
     """
     weights = spec.hidden_size * spec.vocab_size
     for name, shape in parameter_shapes(spec).items():

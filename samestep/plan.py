@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 
-from samestep.config.schema import Config, ParallelismConfig
+from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig, TrainingConfig
 from samestep.errors import ConfigError
-from samestep.families import ModelSpec, flops_per_token, parameter_count, resolve_model
+from samestep.families import (
+    ModelSpec,
+    attended,
+    flops_per_token,
+    parameter_count,
+    parameter_shapes,
+    resolve_model,
+)
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MASTERED = {"bfloat16", "float16"}
@@ -35,6 +43,7 @@ class DataFacts:
         samples, tokens, targets: of one epoch; tokens are inputs.
         step_lengths, step_targets: of the samples of the first global batch.
         vocab_size: of the tokenizer.
+        batch_lengths: of the samples of each global batch, in order and without end; read only for `training.tokens`.
     """
 
     samples: int
@@ -43,6 +52,7 @@ class DataFacts:
     step_lengths: tuple[int, ...]
     step_targets: tuple[int, ...]
     vocab_size: int
+    batch_lengths: Iterable[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,10 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank, by category. Activations and logits are estimates of one micro-batch; weights and what belongs
-    to them are an even share of the ranks that shard or split them."""
+    to them are an even share of the ranks that shard or split them; buffers are the rotary tables."""
 
     parameters: int
+    buffers: int
     gradients: int
     optimizer: int
     masters: int
@@ -175,6 +186,48 @@ def split_step(samples: int, data_parallel: int, local_batch_size: int) -> list[
     return table
 
 
+def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None) -> int:
+    """Steps of the run, from `training.steps`, `epochs` or `tokens`.
+
+    Steps are whole: a part of an epoch is rounded up, and the step in which the trained tokens reach `tokens` is the
+    last. Samples that `remainder: drop` or `last_batch: drop` discards count neither as steps nor as tokens.
+
+    Args:
+        unit: data_parallel x local_batch_size.
+
+    Raises:
+        ConfigError: epochs or tokens, and the data is not known.
+    """
+    if training.steps is not None:
+        return training.steps
+    name = "epochs" if training.epochs is not None else "tokens"
+    if facts is None or (name == "tokens" and not facts.batch_lengths):
+        raise ConfigError("can be counted only in known data", field=f"training.{name}", fix="write training.steps")
+    if training.epochs is not None:
+        steps_per_epoch, _ = _epoch_steps(training, unit, facts)
+        # Exact decimals: 0.1 of 30 steps is 3, but the product of floats may lie just above.
+        return math.ceil(Fraction(str(training.epochs)) * steps_per_epoch)
+    assert training.tokens is not None
+    return _steps_to(training.tokens, unit, training.remainder, facts.batch_lengths)
+
+
+def _steps_to(tokens: int, unit: int, remainder: str, batches: Iterable[Sequence[int]]) -> int:
+    steps = reached = 0
+    for lengths in batches:
+        used = usable_samples(len(lengths), unit, remainder)
+        steps += used > 0
+        reached += sum(lengths[:used])
+        if reached >= tokens:
+            break
+    return steps
+
+
+def in_steps(config: Config, steps: int) -> Config:
+    """The same configuration with its length given as `training.steps`."""
+    length = {"steps": steps, "epochs": None, "tokens": None}
+    return config.model_copy(update={"training": config.training.model_copy(update=length)})
+
+
 def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = None) -> Plan:
     """Resolve a configuration into numbers.
 
@@ -189,7 +242,6 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
     training = config.training
     spec = resolve_model(config.model, facts.vocab_size if facts else None)
     _check_batch(config, layout, facts)
-    _check_schedule(config)
     unit = layout.data_parallel * training.local_batch_size
     samples = len(facts.step_lengths) if facts else training.global_batch_size
     trained = usable_samples(samples, unit, training.remainder)
@@ -197,8 +249,10 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0
-    steps_per_epoch, last = _epoch_steps(config, unit, facts)
-    context = (spec.seq_length + 1) / 2 if not facts else _mean_context(facts)
+    steps = run_length(training, unit, facts)
+    _check_schedule(config.lr_scheduler, steps)
+    steps_per_epoch, last = _epoch_steps(training, unit, facts) if facts else (None, None)
+    context = _mean_context(facts.step_lengths if facts else (spec.seq_length,), spec.sliding_window)
     return Plan(
         layout=layout,
         global_batch_size=training.global_batch_size,
@@ -209,9 +263,9 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
         divides=divides,
         nearest_dividing=() if divides else _nearest(training.global_batch_size, unit),
         micro_batches=tuple(micro_batches),
-        steps=training.steps,
+        steps=steps,
         steps_per_epoch=steps_per_epoch,
-        epochs=training.steps / steps_per_epoch if steps_per_epoch else None,
+        epochs=steps / steps_per_epoch if steps_per_epoch else None,
         last_batch_samples=last,
         tokens=tokens,
         targets=_total([m.targets for m in micro_batches]),
@@ -228,9 +282,9 @@ def _total(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _mean_context(facts: DataFacts) -> float:
-    tokens = sum(facts.step_lengths)
-    return sum(length * (length + 1) / 2 for length in facts.step_lengths) / tokens if tokens else 0.0
+def _mean_context(lengths: Sequence[int], sliding_window: int | None) -> float:
+    tokens = sum(lengths)
+    return sum(attended(length, sliding_window) for length in lengths) / tokens if tokens else 0.0
 
 
 def _nearest(size: int, unit: int) -> tuple[int, ...]:
@@ -285,19 +339,37 @@ def _check_batch(config: Config, layout: Layout, facts: DataFacts | None) -> Non
         )
 
 
-def _check_schedule(config: Config) -> None:
-    schedule, steps = config.lr_scheduler, config.training.steps
+def _check_schedule(schedule: LrSchedulerConfig, steps: int) -> None:
     if schedule.warmup_ratio is None and schedule.warmup_steps > steps:
         raise ConfigError(
-            f"a warm-up of {schedule.warmup_steps} steps is longer than the run of training.steps {steps}",
+            f"a warm-up of {schedule.warmup_steps} steps is longer than the run of {steps} steps",
             field="lr_scheduler.warmup_steps",
             fix=f"write {steps} or less, or warmup_ratio",
         )
-    if schedule.type != "constant" and schedule.lr_end > schedule.learning_rate:
+    for name in ("warmup_lr_init", "lr_end", "lr_end2"):
+        value = getattr(schedule, name)
+        if value is not None and value > schedule.learning_rate:
+            raise ConfigError(
+                f"{value} is above the learning_rate {schedule.learning_rate}",
+                field=f"lr_scheduler.{name}",
+                fix=f"write {schedule.learning_rate} or less",
+            )
+    _check_decay(schedule, steps)
+
+
+def _check_decay(schedule: LrSchedulerConfig, steps: int) -> None:
+    """A decay whose place is written must lie after the warm-up and have a length."""
+    names = ("decay_start_ratio", "decay_start_steps", "decay_ratio", "decay_steps", "final_steps", "keep_steps")
+    written = next((name for name in names if getattr(schedule, name) is not None), None)
+    if written is None:
+        return
+    warmup = schedule.warmup_updates(steps)
+    begin, end = schedule.decay_span(steps)
+    if begin < warmup or end <= begin:
         raise ConfigError(
-            f"{schedule.lr_end} is above the learning_rate {schedule.learning_rate}",
-            field="lr_scheduler.lr_end",
-            fix=f"write {schedule.learning_rate} or less",
+            f"the decay would go from update {begin} to {end}, but the warm-up takes {warmup} of {steps} updates",
+            field=f"lr_scheduler.{written}",
+            fix="write numbers with which the decay begins after the warm-up and takes one update or more",
         )
 
 
@@ -321,39 +393,55 @@ def _micro_batches(
     return table
 
 
-def _epoch_steps(config: Config, unit: int, facts: DataFacts | None) -> tuple[int | None, int | None]:
+def _epoch_steps(training: TrainingConfig, unit: int, facts: DataFacts) -> tuple[int, int]:
     """Steps of one epoch, and the samples of its short last batch."""
-    if facts is None:
-        return None, None
-    training = config.training
     full, last = divmod(facts.samples, training.global_batch_size)
     short = training.last_batch == "use" and usable_samples(last, unit, training.remainder) > 0
     return full + short, last
 
 
 def _memory(config: Config, layout: Layout, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
-    count = math.ceil(parameter_count(spec) / (layout.shard * layout.tensor * layout.pipeline))
+    shares = layout.shard * layout.tensor * layout.pipeline
+    count = math.ceil(parameter_count(spec) / shares)
     model = config.model
     compute, loss = BYTES[model.compute_dtype], BYTES[model.loss_dtype]
     widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches)
     widest = widest or config.training.local_batch_size * spec.seq_length
     # Kept for the backward of one layer: both norms' inputs and outputs, q, k, v and the attention's output, and the
-    # MLP's gate, up and product. Norms keep a copy in their own dtype as well.
+    # MLP's gate, up and product. Norms keep a copy in their own dtype as well. Where queries and keys are normalized,
+    # they are kept before and after it.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     mlp = (3 if spec.gated else 2) * spec.intermediate_size
-    per_layer = (4 * spec.hidden_size + attention + mlp) * compute + 2 * spec.hidden_size * BYTES[
-        model.layernorm_compute_dtype
-    ]
+    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_layernorm else 0
+    per_layer = (4 * spec.hidden_size + attention + heads + mlp) * compute
+    per_layer += (2 * spec.hidden_size + heads) * BYTES[model.layernorm_compute_dtype]
     # Kept for the head: one chunk of logits with its gradient, and the gradient of the head's weight.
     head_tokens = min(widest, max(1, 2**26 // (spec.vocab_size * loss)))
     return Memory(
         parameters=count * BYTES[model.params_dtype],
+        buffers=0 if spec.learned_positions else spec.max_positions * spec.head_dim * BYTES[model.rotary_dtype],
         gradients=count * BYTES[model.gradient_dtype],
-        optimizer=2 * count * max(4, BYTES[model.params_dtype]),
+        optimizer=math.ceil(_state_numbers(config, spec) / shares) * max(4, BYTES[model.params_dtype]),
         masters=count * 4 if model.params_dtype in MASTERED else 0,
         activations=widest * (spec.num_layers * per_layer + 2 * spec.hidden_size * compute),
         logits=(2 * head_tokens + spec.hidden_size) * spec.vocab_size * loss,
     )
+
+
+def _state_numbers(config: Config, spec: ModelSpec) -> int:
+    """How many numbers the optimizer keeps; Muon's other half is taken to be all but the layers' matrices."""
+
+    def of(name: str, shape: tuple[int, ...]) -> int:
+        size = math.prod(shape)
+        if optimizer.type == "Adafactor":
+            return size if len(shape) == 1 else sum(shape)
+        if optimizer.type == "SGD":
+            return size if optimizer.setting("momentum") else 0
+        one = optimizer.type == "Lion" or (optimizer.type == "Muon" and len(shape) > 1 and name.startswith("layers."))
+        return size if one else 2 * size
+
+    optimizer = config.optimizer
+    return sum(of(name, shape) for name, shape in parameter_shapes(spec).items())
 
 
 def _notes(

@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
         "num_key_value_heads": 2,
         "compute_dtype": "float32",
     },
-    "monitor": {"tensorboard": {"enable": False}},
+    "monitor": {"report": False, "tensorboard": {"enable": False}},
 }
 
 

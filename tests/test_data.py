@@ -333,7 +333,7 @@ def test_lengths_and_targets_are_those_of_the_samples():
 
 def test_the_fingerprint_sees_tokens_targets_and_borders():
     def of(text: TokenStore, **settings: Any) -> str:
-        return build_rows(text, dataset(**settings), 4).fingerprint()
+        return build_rows(text, dataset(**settings), 4).fingerprint
 
     one = store(5, 6)
     flags = one.is_target.copy()
@@ -343,7 +343,7 @@ def test_the_fingerprint_sees_tokens_targets_and_borders():
         of(one, rows="documents"),
         of(TokenStore(one.tokens + np.uint32(1), one.is_target, one.ends)),
         of(TokenStore(one.tokens, flags, one.ends)),
-        build_rows(one, dataset(), 5).fingerprint(),
+        build_rows(one, dataset(), 5).fingerprint,
     }
     assert len(different) == 5
     assert of(store(5, 6)) == of(one)

@@ -21,11 +21,24 @@ ROOMS = (
     "cli",
 )
 ORDER_INSIDE = {
-    "config": ("schema", "load", "document"),
-    "data": ("sources", "tokenize", "rows", "order", "dataset", "batch"),
-    "model": ("linear", "attention", "feed_forward", "decoder", "init", "weights"),
-    "step": ("objective", "accumulate", "clip", "schedule", "update", "step"),
-    "run": ("checkpoint", "metrics", "progress", "evaluate", "generate", "setup", "trainer"),
+    "config": ("schema", "load", "document", "template"),
+    "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
+    "model": ("linear", "norm", "attention", "feed_forward", "decoder", "init", "weights"),
+    "step": ("objective", "accumulate", "clip", "schedule", "optimizers", "update", "step"),
+    "run": (
+        "checkpoint",
+        "loggers",
+        "metrics",
+        "monitor",
+        "preflight",
+        "profile",
+        "progress",
+        "report",
+        "evaluate",
+        "generate",
+        "setup",
+        "trainer",
+    ),
     "ops": ("precision", "norm", "activation", "rope", "dropout", "attention", "cross_entropy", "gradient_sink"),
 }
 

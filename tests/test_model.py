@@ -21,7 +21,7 @@ from samestep.families import ModelSpec, parameter_shapes
 from samestep.model import decoder as decoder_module
 from samestep.model.decoder import Decoder
 from samestep.model.init import first_value, initialize
-from samestep.model.weights import from_hf, hf_name, own_name, to_hf
+from samestep.model.weights import from_hf, hf_shapes, to_hf
 from samestep.ops import Precision, random_key
 from samestep.ops import cross_entropy as cross_entropy_module
 from samestep.ops.gradient_sink import GradientSink
@@ -177,7 +177,7 @@ def truth_of(shape: str):
         logits.append(hf(input_ids=input_ids, use_cache=False).logits[0])
         total = total + F.cross_entropy(logits[-1], labels[0], ignore_index=IGNORE, reduction="sum") / count
     total.backward()
-    grads = {own_name(name): p.grad for name, p in hf.named_parameters()}
+    grads = from_hf({name: p.grad for name, p in hf.named_parameters()}, spec)
     return spec, hf, count, torch.cat(logits).detach(), total.detach(), grads
 
 
@@ -216,7 +216,7 @@ def test_rows_of_one_document_need_no_spans():
 def test_weights_go_to_transformers_and_back(shape, tmp_path):
     spec, hf, _, _, _, _ = truth_of(shape)
     model = decoder(spec)
-    tensors = to_hf({name: parameter.detach() for name, parameter in model.named_parameters()})
+    tensors = to_hf({name: parameter.detach() for name, parameter in model.named_parameters()}, spec)
     other = type(hf)(copy.deepcopy(hf.config))
     missing = other.load_state_dict(tensors, strict=False)
     assert missing.unexpected_keys == []
@@ -234,8 +234,8 @@ def test_weights_go_to_transformers_and_back(shape, tmp_path):
 
 
 def test_from_hf_names_what_does_not_fit():
-    tensors = to_hf({name: torch.zeros(shape) for name, shape in parameter_shapes(SPEC).items()})
-    assert {own_name(hf_name(name)) for name in tensors} == set(tensors)
+    tensors = to_hf({name: torch.zeros(shape) for name, shape in parameter_shapes(SPEC).items()}, SPEC)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == hf_shapes(SPEC)
     assert (
         from_hf(tensors | {"model.rotary_emb.inv_freq": torch.zeros(6)}, SPEC).keys() == parameter_shapes(SPEC).keys()
     )
@@ -263,7 +263,7 @@ def test_from_hf_names_what_does_not_fit():
 
 def test_a_tied_model_refuses_another_head():
     spec = replace(SPEC, tied=True)
-    tensors = to_hf({name: torch.ones(shape) for name, shape in parameter_shapes(spec).items()})
+    tensors = to_hf({name: torch.ones(shape) for name, shape in parameter_shapes(spec).items()}, spec)
     same = from_hf(tensors | {"lm_head.weight": torch.ones(97, 48)}, spec)
     assert same.keys() == parameter_shapes(spec).keys()
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs.*\n.*tie_word_embeddings"):

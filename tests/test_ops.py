@@ -285,7 +285,8 @@ def test_swiglu_saves_only_its_inputs_and_refuses_what_does_not_fit():
 
 
 def test_get_activation():
-    assert set(ops.ACTIVATION_MAP) == {"gelu", "silu", "fusedswiglu"}
+    assert set(ops.ACTIVATION_MAP) == {"gelu", "silu", "fusedswiglu", "gelu_tanh"}
+    assert ops.get_activation("GELU_tanh").approximate == "tanh"
     assert isinstance(ops.get_activation("SiLU"), ops.SiLU)
     assert isinstance(ops.get_activation("FusedSwiGLU"), ops.FusedSwiGlu)
     assert ops.get_activation("gelu", approximate="tanh").approximate == "tanh"

@@ -1,11 +1,15 @@
 """Attention against the naive twin and closed forms."""
 
 import math
+import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep import ops
+
+attention_module = sys.modules["samestep.ops.attention"]  # the package has a function of that name
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 TIGHT = {F32: 3e-6, F64: 1e-12}
@@ -60,15 +64,16 @@ def check(inputs, function=ops.attention, **kwargs):
     return got
 
 
-def by_hand(q, k, v, spans, scale):
+def by_hand(q, k, v, spans, scale, window=1000):
     """Query by query in float64."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=F64)
     group = q.shape[2] // k.shape[2]
     for row, start, stop in spans:
         for i in range(start, stop):
+            seen = slice(max(start, i - window + 1), i + 1)
             for head in range(q.shape[2]):
-                scores = k[row, start : i + 1, head // group] @ q[row, i, head] * scale
-                out[row, i, head] = scores.softmax(0) @ v[row, start : i + 1, head // group]
+                scores = k[row, seen, head // group] @ q[row, i, head] * scale
+                out[row, i, head] = scores.softmax(0) @ v[row, seen, head // group]
     return out
 
 
@@ -212,3 +217,86 @@ def test_plan_made_in_inference_mode_serves_training():
     q.requires_grad_()
     ops.attention(q, k, v, spans=spans).sum().backward()
     assert q.grad.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------- sliding window
+
+
+@pytest.mark.parametrize("window", [1, 3, 9, 10, 50])
+def test_a_window_against_a_loop_over_queries(window):
+    q, k, v = qkv(F64)
+    for spans in (None, SPANS):
+        loops = spans or [(row, 0, 10) for row in range(3)]
+        expected = by_hand(q, k, v, loops, 1 / math.sqrt(8), window)
+        for function in (ops.attention, ops.reference_attention):
+            assert distance(function(q, k, v, spans=spans, window=window), expected) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, BF16])
+@pytest.mark.parametrize("spans", [None, SPANS, [(1, 2, 9)]])
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_blocks_of_a_window_against_the_twin(dtype, spans, block, monkeypatch):
+    """Forward and backward, where a row is many blocks, the last one short."""
+    monkeypatch.setattr(attention_module, "_LEAST_BLOCK", block)
+    monkeypatch.setattr(attention_module, "_LARGEST_BLOCK", block)
+    softmax = F64 if dtype == F64 else F32
+    grad = torch.randn(3, 10, 9, 8, dtype=F64).to(dtype)
+    for window in (2, 3, 5):
+        inputs = qkv(dtype)
+        kwargs = {"spans": spans, "window": window, "softmax_dtype": softmax}
+        truth = run(ops.reference_attention, [x.double() for x in inputs], grad, **{**kwargs, "softmax_dtype": F64})
+        for got, expected in zip(run(ops.attention, inputs, grad, **kwargs), truth, strict=True):
+            assert distance(got, expected) <= TIGHT.get(dtype, 1e-2)
+
+
+def test_gradients_of_a_window_against_differences(monkeypatch):
+    monkeypatch.setattr(attention_module, "_LEAST_BLOCK", 2)
+    monkeypatch.setattr(attention_module, "_LARGEST_BLOCK", 2)
+    inputs = [x.requires_grad_() for x in qkv(F64, batch=1, queries=7, keys=7, heads=2, key_heads=1, dim=3, v_dim=3)]
+    for spans in (None, [(0, 0, 2), (0, 2, 7)]):
+        assert torch.autograd.gradcheck(lambda *x, s=spans: ops.attention(*x, spans=s, window=3), inputs)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 7])
+def test_a_window_over_a_cache(queries, monkeypatch):
+    monkeypatch.setattr(attention_module, "_LEAST_BLOCK", 3)
+    q, k, v = qkv(F64)
+    whole = ops.attention(q, k, v, window=4)
+    assert distance(ops.attention(q[:, -queries:], k, v, window=4), whole[:, -queries:]) < 1e-14
+    assert distance(ops.reference_attention(q[:, -queries:], k, v, window=4), whole[:, -queries:]) < 1e-14
+
+
+def test_a_long_row_needs_no_square_mask():
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return result
+
+    inputs = qkv(F32, batch=1, queries=4096, keys=4096, heads=1, key_heads=1, dim=4, v_dim=4)
+    with Largest():
+        run(ops.attention, inputs, torch.ones(1, 4096, 1, 4), window=100)
+    assert largest < 4096 * 4096 / 100
+
+
+def test_dropout_in_a_window():
+    q, k, v = qkv(F64, batch=1)
+    zeros = torch.zeros(1, 10, dtype=torch.int64)
+    keys = ops.token_keys(zeros, zeros, torch.arange(10)[None])
+    kwargs = {"token_keys_BS": keys, "dropout_p": 0.3, "dropout_key": ops.random_key("a"), "window": 3}
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed[1:]:
+        x[:, :5] += 1
+    out, moved = ops.attention(q, k, v, **kwargs), ops.attention(*changed, **kwargs)
+    assert torch.equal(out[:, 7:], moved[:, 7:]) and not torch.equal(out[:, :7], moved[:, :7])
+    assert distance(out, ops.attention(q, k, v, window=3)) > 0.1
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="window of 0"):
+        ops.attention(*qkv(F32), window=0)

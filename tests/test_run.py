@@ -83,7 +83,8 @@ def test_run_folder(tiny, tmp_path):
     assert steps[2]["lr"] == 1e-2
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert {path.name for path in folder.iterdir()} == {
-        "config.resolved.yaml", "metrics.jsonl", "events.jsonl", "tokenizer.json", "tensorboard", "checkpoints"
+        "config.resolved.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "tokenizer.json", "tensorboard",
+        "checkpoints",
     }  # fmt: skip
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000008"]
     assert len(events(folder, "checkpoint")) == 1

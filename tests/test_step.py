@@ -378,7 +378,8 @@ def closed_form(kind, t):
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_schedule_against_its_closed_form(kind):
-    config = LrSchedulerConfig(type=kind, learning_rate=PEAK, lr_end=END, warmup_lr_init=START, warmup_steps=WARMUP)
+    end = {} if kind == "constant" else {"lr_end": END}
+    config = LrSchedulerConfig(type=kind, learning_rate=PEAK, warmup_lr_init=START, warmup_steps=WARMUP, **end)
     rate = make_schedule(config, TOTAL)
     for t in POINTS:
         assert rate(t) == pytest.approx(closed_form(kind, t), rel=1e-12, abs=1e-18), t

@@ -22,6 +22,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from samestep.config.schema import (
     ALIASES,
     FIELDS,
+    HUB_PREFIX,
     UNAVAILABLE,
     Config,
     describe,
@@ -343,6 +344,8 @@ def _absolute(value: Any, folder: Path) -> Any:
     """Links are kept: the name of a file, not of its target, tells its kind."""
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
+    if isinstance(value, str) and value.startswith(HUB_PREFIX):
+        return value
     return str((folder / Path(value).expanduser()).absolute()) if isinstance(value, str) and value else value
 
 

@@ -26,11 +26,36 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 SCHEDULE_NAMES = {
     "ConstantWarmUpLR": "constant",
     "constant_with_warmup": "constant",
+    "ConstantWithCoolDownLR": "constant_with_cooldown",
     "LinearWithWarmUpLR": "linear",
     "CosineWithWarmUpLR": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "CosineWithRestartsAndWarmUpLR": "cosine_with_restarts",
+    "PolynomialWithWarmUpLR": "polynomial",
+    "WarmUpStableDecayLR": "wsd",
+    "warmup_stable_decay": "wsd",
+    "CosineAnnealingLR": "cosine_annealing",
+    "CosineAnnealingWarmRestarts": "cosine_annealing_warm_restarts",
 }
+REFUSED_SCHEDULES = {
+    "LearningRateWiseLayer": "one learning rate for each layer is not available; all parameters share one schedule",
+    "reduce_lr_on_plateau": "it follows the validation loss, but a schedule here is a function of the updates made",
+}
+DECAY_NAMES = {"1-sqrt": "sqrt"}
+HUB_PREFIX = "hf://datasets/"
+"""Before the OWNER/NAME of a data set on the Hugging Face Hub, as its own file system writes it."""
 EPSILON_NAMES = ("layer_norm_epsilon", "rms_norm_eps", "layernorm_epsilon")
-ALIASES = {f"model.{name}": f"model.{EPSILON_NAMES[0]}" for name in EPSILON_NAMES[1:]}
+PEAK_NAMES = ("learning_rate", "base_lr")
+LR_END_NAMES = ("lr_end", "lr_end1", "eta_min", "min_lr")
+BETAS_NAMES = ("betas", "adamw_betas")
+EPS_NAMES = ("eps", "adamw_eps")
+ALIASES = {f"model.{name}": f"model.{EPSILON_NAMES[0]}" for name in EPSILON_NAMES[1:]} | {
+    "model.rope_scaling.rope_type": "model.rope_scaling.type"
+}
+ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.learning_rate" for name in PEAK_NAMES[1:]}
+ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.lr_end" for name in LR_END_NAMES[1:]}
+ALIASES |= {f"optimizer.{name}": "optimizer.betas" for name in BETAS_NAMES[1:]}
+ALIASES |= {f"optimizer.{name}": "optimizer.eps" for name in EPS_NAMES[1:]}
 """Other accepted spellings of a dotted field."""
 
 
@@ -44,7 +69,38 @@ def _long_dtype(value: Any) -> Any:
 
 
 def _schedule(value: Any) -> Any:
+    if isinstance(value, str) and value in REFUSED_SCHEDULES:
+        raise ConfigError(f"`{value}`: {REFUSED_SCHEDULES[value]}", fix="write one of the other schedules")
     return SCHEDULE_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def _decay_shape(value: Any) -> Any:
+    return DECAY_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def refuse_idle(section: str, config: Section, kind: str, fields: dict[str, dict[str, Any]]) -> None:
+    """Refuse a field that is set but belongs to another `type` of the section.
+
+    Args:
+        kind: the type.
+        fields: type -> its own fields; a field of no type acts for every type.
+
+    Raises:
+        ConfigError: names the fields that act for the type. A value equal to the default passes, so that a resolved
+            file, which writes every field, loads again.
+    """
+    specific = {name for names in fields.values() for name in names}
+    for name in type(config).model_fields:
+        if name not in specific or name in fields[kind]:
+            continue
+        if getattr(config, name) != type(config).model_fields[name].default:
+            users = ", ".join(f"`{other}`" for other, names in fields.items() if name in names)
+            acting = ", ".join(f"`{other}`" for other in fields[kind]) or "none"
+            raise ConfigError(
+                f"it has no effect with type `{kind}`, only with {users}",
+                field=f"{section}.{name}",
+                fix=f"remove it; the fields of its own that `{kind}` has: {acting}",
+            )
 
 
 def _wide(value: str) -> str:
@@ -116,7 +172,8 @@ class TokenizerConfig(Section):
     """`char`: one token a character; `bpe`: trained on the training text; `file`: read from `path`; `auto`: `file` if
     `path` is given, else `bpe`."""
     path: Text | None = None
-    """A `tokenizer.json`, or a folder that holds one; relative to the YAML file."""
+    """A `tokenizer.json`, or a Hugging Face tokenizer's folder (`tokenizer.json`; `vocab.json` and `merges.txt`; or a
+    SentencePiece model, read by `transformers`); relative to the YAML file."""
     vocab_size: Count = 4096
     """Tokens of a `bpe` tokenizer when it is trained here."""
     end_token: Text | None = None
@@ -142,8 +199,13 @@ class TokenizerConfig(Section):
 class TrainingConfig(Section):
     """The optimizer step and how many of them."""
 
-    steps: Count = 1000
-    """Optimizer steps of the run (global batches consumed, skipped ones included)."""
+    steps: Count | None = 1000
+    """Optimizer steps of the run (global batches consumed, skipped ones included); null if `epochs` or `tokens` is
+    given."""
+    epochs: Positive | None = None
+    """Passes over the training data, instead of `steps`; the last one may be a part, rounded up to a whole step."""
+    tokens: Count | None = None
+    """Tokens to train on, instead of `steps`; the step that reaches them is the last."""
     local_batch_size: Count = 1
     """Samples of one micro-batch on one rank."""
     global_batch_size: Count = 1
@@ -170,6 +232,23 @@ class TrainingConfig(Section):
     """Weight of the squared log-partition (z-loss) added to the loss; 0 = off."""
     rampup_batch_size: Annotated[list[Natural], MinLen(3), MaxLen(3)] | None = None
     """Grow the global batch: `[start, increment, samples]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_run_length(cls, data: Any) -> Any:
+        """The default of `steps` holds only where no length is given."""
+        if not isinstance(data, dict):
+            return data
+        given = [name for name in ("steps", "epochs", "tokens") if data.get(name) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"the length of the run is given {len(given)} times: {', '.join(given)}",
+                field=f"training.{given[-1]}",
+                fix="keep one of them, and write null for the rest",
+            )
+        if given:
+            return {"steps": None, **data}
+        return {name: value for name, value in data.items() if name != "steps"}
 
 
 class ParallelismConfig(Section):
@@ -205,66 +284,262 @@ class ParallelismConfig(Section):
     """Ranks that split the experts of a layer."""
 
 
-class OptimizerConfig(Section):
-    """The update rule."""
+OPTIMIZER_FIELDS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": [0.9, 0.95], "eps": 1e-8},
+    "SGD": {"momentum": 0.0, "nesterov": False},
+    "Adafactor": {"decay_rate": 0.8, "clip_threshold": 1.0},
+    "Lion": {"betas": [0.9, 0.99]},
+    "Muon": {
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_coefficients": [3.4445, -4.7750, 2.0315],
+        "matched_adamw_rms": 0.2,
+        "adamw_include": ["*embed*", "*lm_head*", "*loss_head*", "*output_layer*", "*wte*", "*wpe*"],
+    },
+}
+"""Optimizer -> the fields that act for it alone, with their defaults."""
 
-    type: Literal["AdamW"] = "AdamW"
-    """Name of the optimizer."""
-    betas: Annotated[list[BelowOne], MinLen(2), MaxLen(2)] = [0.9, 0.95]
-    """Decay of the first and second moment."""
-    eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+
+class OptimizerConfig(Section):
+    """The update rule. A field that is null has the default of its `type`."""
+
+    type: Literal["AdamW", "SGD", "Adafactor", "Lion", "Muon"] = "AdamW"
+    """Name of the optimizer. `Muon` updates hidden matrices and leaves all other parameters to AdamW with the same
+    learning rate. For `Lion` a learning rate of a third to a tenth of AdamW's is usual. `Adafactor` takes
+    `learning_rate` relative to the size of each parameter, and never more than 1 / sqrt(update)."""
+    betas: Annotated[list[BelowOne], MinLen(2), MaxLen(2)] | None = Field(
+        None, validation_alias=AliasChoices(*BETAS_NAMES)
+    )
+    """Decay of the first and second moment (`AdamW`, `Lion`, and what `Muon` leaves to AdamW); null = [0.9, 0.95],
+    `Lion` [0.9, 0.99]. Also accepted: `adamw_betas`."""
+    eps: NonNegative = Field(1e-8, validation_alias=AliasChoices(*EPS_NAMES))
+    """Added to the root of the second moment (`AdamW`, and what `Muon` leaves to AdamW). Also accepted: `adamw_eps`."""
+    momentum: BelowOne | None = None
+    """Decay of the running gradient sum (`SGD`, `Muon`); null = 0 for `SGD`, 0.95 for `Muon`."""
+    nesterov: bool | None = None
+    """Look one step ahead along the momentum (`SGD`, `Muon`); null = false for `SGD`, true for `Muon`."""
+    decay_rate: Ratio | None = None
+    """`Adafactor`: at update t the second moment decays by 1 - t ** -decay_rate; null = 0.8."""
+    clip_threshold: Annotated[float, Ge(1)] | None = None
+    """`Adafactor`: largest root mean square of a parameter's update before the learning rate; null = 1.0."""
+    ns_steps: Annotated[Count, Lt(100)] | None = None
+    """`Muon`: Newton-Schulz iterations; null = 5."""
+    ns_coefficients: Annotated[list[float], MinLen(3), MaxLen(3)] | None = None
+    """`Muon`: coefficients of the Newton-Schulz polynomial; null = [3.4445, -4.775, 2.0315]."""
+    matched_adamw_rms: Positive | None = None
+    """`Muon`: a matrix update is scaled by this times sqrt(max(rows, columns)), which gives it the root mean square of
+    an AdamW update, so that learning rate and weight decay tuned for AdamW fit; null = 0.2."""
+    adamw_include: list[Text] | None = None
+    """`Muon`: matrices left to AdamW: exact names, substrings or wildcards; null = embeddings and output layers."""
     weight_decay: NonNegative = 0.01
-    """Decoupled weight decay, times the learning rate each update."""
+    """Weight decay: decoupled, times the learning rate each update; `SGD` adds it to the gradient (L2) instead."""
     weight_decay_include: list[Text] | None = None
     """Parameters that decay: exact names, substrings or wildcards; wins over `weight_decay_exclude`."""
     weight_decay_exclude: list[Text] | None = None
     """Parameters that do not decay, besides vectors and biases."""
 
+    @model_validator(mode="after")
+    def _fields_fit_type(self) -> OptimizerConfig:
+        refuse_idle("optimizer", self, self.type, OPTIMIZER_FIELDS)
+        if self.type == "SGD" and self.nesterov and not self.momentum:
+            raise ConfigError(
+                "Nesterov momentum needs a momentum", field="optimizer.nesterov", fix="write `momentum: 0.9` as well"
+            )
+        return self
+
+    def setting(self, name: str) -> Any:
+        """The value of a field that acts for this type, or the type's default where it is null."""
+        value = getattr(self, name)
+        return OPTIMIZER_FIELDS[self.type][name] if value is None else value
+
+
+SCHEDULE_FIELDS: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "constant_with_cooldown": {
+        "keep_steps": 0,
+        "decay_steps": None,
+        "decay_ratio": None,
+        "num_cycles": 0.5,
+        "lr_end": 0.0,
+        "final_steps": 0,
+        "lr_end2": None,
+    },
+    "linear": {"lr_end": 0.0},
+    "cosine": {"lr_end": 0.0, "num_cycles": 0.5, "decay_steps": None, "decay_ratio": None},
+    "cosine_with_restarts": {"lr_end": 0.0, "num_cycles": 1.0, "decay_steps": None, "decay_ratio": None},
+    "polynomial": {"lr_end": 1e-7, "power": 1.0, "decay_steps": None, "decay_ratio": None},
+    "wsd": {
+        "lr_end": 1e-7,
+        "decay_type": "linear",
+        "decay_steps": None,
+        "decay_ratio": None,
+        "decay_start_steps": None,
+        "decay_start_ratio": None,
+    },
+    "inverse_sqrt": {"timescale": None},
+    "cosine_annealing": {"lr_end": 0.0, "t_max": None},
+    "cosine_annealing_warm_restarts": {"lr_end": 0.0, "t_0": None, "t_mult": 1},
+}
+"""Schedule -> the fields that act for it alone, with their defaults; None where the run's length decides."""
+
 
 class LrSchedulerConfig(Section):
-    """The learning rate over the updates of the run; its length is always `training.steps`."""
+    """The learning rate over the updates of the run; its length is always `training.steps`. A field that is null has
+    the default of its `type`; all types can warm up."""
 
-    type: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_schedule)] = "constant"
-    """Shape after the warm-up. Also accepted: `ConstantWarmUpLR`, `constant_with_warmup`, `LinearWithWarmUpLR`,
-    `CosineWithWarmUpLR`."""
-    learning_rate: Positive = 1e-5
-    """Peak learning rate."""
+    type: Annotated[
+        Literal[
+            "constant",
+            "constant_with_cooldown",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "wsd",
+            "inverse_sqrt",
+            "cosine_annealing",
+            "cosine_annealing_warm_restarts",
+        ],
+        BeforeValidator(_schedule),
+    ] = "constant"
+    """Shape after the warm-up; docs/schedules.md has the formulas. `wsd` is warm-up, stable, decay. Also accepted:
+    `ConstantWarmUpLR`, `constant_with_warmup`, `ConstantWithCoolDownLR`, `LinearWithWarmUpLR`, `CosineWithWarmUpLR`,
+    `cosine_with_min_lr`, `CosineWithRestartsAndWarmUpLR`, `PolynomialWithWarmUpLR`, `WarmUpStableDecayLR`,
+    `warmup_stable_decay`, `CosineAnnealingLR`, `CosineAnnealingWarmRestarts`."""
+    learning_rate: Positive = Field(1e-5, validation_alias=AliasChoices(*PEAK_NAMES))
+    """Peak learning rate. Also accepted: `base_lr`."""
     warmup_steps: Natural = 0
     """Updates that rise from `warmup_lr_init` to the peak."""
     warmup_ratio: Ratio | None = None
     """Warm-up as a fraction of `training.steps`; if given, it overrides `warmup_steps`."""
     warmup_lr_init: NonNegative = 0.0
     """Learning rate of the first warm-up update."""
-    lr_end: NonNegative = 0.0
-    """Learning rate at the end of `linear` and `cosine`."""
-    num_cycles: Positive = 0.5
-    """Cosine waves after the warm-up (`cosine` only); 0.5 falls once."""
+    lr_end: NonNegative | None = Field(None, validation_alias=AliasChoices(*LR_END_NAMES))
+    """Learning rate at the end of the decay; null = 0, for `polynomial` and `wsd` 1e-7 (or the peak if that is less).
+    Also accepted: `lr_end1`, `eta_min`, `min_lr`."""
+    num_cycles: Positive | None = None
+    """Cosine waves (`cosine`, `constant_with_cooldown`; null = 0.5, which falls once) or restarts
+    (`cosine_with_restarts`; null = 1)."""
+    power: Positive | None = None
+    """`polynomial`: exponent; null = 1."""
+    decay_steps: Count | None = None
+    """The update at which the decay ends (`cosine`, `cosine_with_restarts`), or how many updates it takes
+    (`polynomial`: after the warm-up; `constant_with_cooldown`: after `keep_steps`; `wsd`: the last ones); null = to the
+    end of the run, for `wsd` its last tenth."""
+    decay_ratio: Ratio | None = None
+    """`decay_steps` as a fraction of `training.steps`; if given, it overrides `decay_steps`."""
+    decay_start_steps: Natural | None = None
+    """`wsd`: the update at which the decay begins, instead of `decay_steps`."""
+    decay_start_ratio: Ratio | None = None
+    """`decay_start_steps` as a fraction of `training.steps`; if given, it overrides `decay_start_steps`."""
+    decay_type: Annotated[Literal["linear", "cosine", "sqrt"] | None, BeforeValidator(_decay_shape)] = None
+    """`wsd`: shape of the decay, `sqrt` is 1 - sqrt(progress); null = `linear`."""
+    keep_steps: Natural | None = None
+    """`constant_with_cooldown`: updates at the peak; null = 0."""
+    final_steps: Natural | None = None
+    """`constant_with_cooldown`: updates at `lr_end` before `lr_end2`; null = 0."""
+    lr_end2: NonNegative | None = None
+    """`constant_with_cooldown`: learning rate after `final_steps`; null = `lr_end`."""
+    timescale: Count | None = None
+    """`inverse_sqrt`: the rate has halved three times this many updates after the warm-up; null = the warm-up, or 10000
+    without one."""
+    t_max: Count | None = None
+    """`cosine_annealing`: updates of half a wave, which then rises again; null = to the end of the run."""
+    t_0: Count | None = None
+    """`cosine_annealing_warm_restarts`: updates of the first cycle, after the warm-up; this type needs it."""
+    t_mult: Count | None = None
+    """`cosine_annealing_warm_restarts`: each cycle is this many times as long as the one before; null = 1."""
+
+    @model_validator(mode="after")
+    def _fields_fit_type(self) -> LrSchedulerConfig:
+        refuse_idle("lr_scheduler", self, self.type, SCHEDULE_FIELDS)
+        length = self.decay_steps is not None or self.decay_ratio is not None
+        if length and (self.decay_start_steps is not None or self.decay_start_ratio is not None):
+            raise ConfigError(
+                "the decay has both a length and a start",
+                field="lr_scheduler.decay_start_steps",
+                fix="keep one of `decay_steps`, `decay_ratio`, `decay_start_steps`, `decay_start_ratio`",
+            )
+        if self.type == "cosine_annealing_warm_restarts" and self.t_0 is None:
+            raise ConfigError(
+                "the length of the first cycle is needed", field="lr_scheduler.t_0", fix="write `t_0: 1000`, say"
+            )
+        if self.type == "constant_with_cooldown" and (self.setting("num_cycles") - 0.5) % 1:
+            raise ConfigError(
+                f"{self.num_cycles} waves do not end at `lr_end`, so the rate would jump after the cool-down",
+                field="lr_scheduler.num_cycles",
+                fix="write 0.5, 1.5, 2.5, ...",
+            )
+        return self
+
+    def setting(self, name: str) -> Any:
+        """The value of a field that acts for this type, or the type's default where it is null."""
+        value = getattr(self, name)
+        if value is None:
+            value = SCHEDULE_FIELDS[self.type][name]
+            return min(value, self.learning_rate) if name == "lr_end" else value
+        return value
+
+    def warmup_updates(self, total_steps: int) -> int:
+        """Updates of the warm-up in a run of `total_steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * total_steps)
+
+    def decay_span(self, total_steps: int) -> tuple[int, int]:
+        """The updates at which the decay begins and ends; types without a decay of their own have warm-up to end."""
+        warmup = self.warmup_updates(total_steps)
+        length = self.decay_steps if self.decay_ratio is None else round(self.decay_ratio * total_steps)
+        if self.type == "wsd":
+            begin = self.decay_start_steps
+            if self.decay_start_ratio is not None:
+                begin = round(self.decay_start_ratio * total_steps)
+            if begin is None and length is None:
+                begin = max(warmup, total_steps - max(1, round(total_steps / 10)))
+            elif begin is None and length is not None:
+                begin = total_steps - length
+            return begin or 0, total_steps
+        if self.type == "constant_with_cooldown":
+            begin = warmup + self.setting("keep_steps")
+            return begin, total_steps - self.setting("final_steps") if length is None else begin + length
+        if length is None:
+            return warmup, total_steps
+        return warmup, warmup + length if self.type == "polynomial" else length
 
 
 class DatasetConfig(Section):
     """Fields that training and validation data share."""
 
-    type: Literal["auto", "text", "jsonl"] = "auto"
-    """Kind of file; `auto` goes by the name's ending."""
+    type: Literal["auto", "text", "jsonl", "json", "parquet", "huggingface"] = "auto"
+    """Kind of data: `text`; `jsonl`: one JSON object a line; `json`: one array of objects; `parquet`; `huggingface`: a
+    folder written by `save_to_disk`, or a data set of the Hub; `auto` goes by the name's ending or the folder's
+    content. Text and JSON files may end in `.gz` or `.zst`."""
+    dataset_split: Text | None = None
+    """Split of a Hugging Face data set; null = the only one, or `train`."""
+    dataset_subset: Text | None = None
+    """Subset (configuration) of a data set of the Hugging Face Hub; null = its default."""
     text_column: Text = "text"
-    """Field of a JSON line that holds the text."""
+    """Column that holds the text. Rows without it may be chats (`messages` with role and content, or `conversations`
+    with from and value), `prompt` and `completion`, or `instruction`, `input` and `output`. A row or turn of another
+    form, such as an unknown role in `conversations`, is an error that names it; a row without text is passed over."""
     rows: Literal["cut", "documents", "pack_documents"] = "cut"
     """How samples are made: `cut`: the joined text in pieces of `model.seq_length`; `documents`: one document a sample;
     `pack_documents`: whole documents laid into samples of `model.seq_length`."""
     document_separator: Text | None = None
-    """Text between two documents of a text file; null = a file is one document."""
+    """Text between two documents of a text file; null = a file is one document. One that occurs nowhere is refused."""
     long_documents: Literal["split", "truncate", "error"] = "split"
     """A document longer than `model.seq_length`: split it, keep its start, or refuse it."""
     targets: Literal["all", "assistant"] = "all"
-    """Chat rows (field `messages`): which turns are targets."""
+    """Which turns of a chat are targets; `completion` and `output` count as the assistant's."""
 
 
 class TrainDatasetConfig(DatasetConfig):
     """Training data."""
 
     path: Paths
-    """Text files, `.jsonl` files, folders or wildcards; relative to the YAML file."""
+    """Files (`.txt`, `.jsonl`, `.json`, `.parquet`), folders or wildcards, relative to the YAML file; or
+    `hf://datasets/OWNER/NAME` on the Hugging Face Hub."""
     split: Literal["documents", "tail"] | None = None
     """Take validation data from here: whole documents, or the end of the text; null = take none."""
     eval_fraction: Between = 0.1
@@ -277,7 +552,7 @@ class EvalDatasetConfig(DatasetConfig):
     """Validation data."""
 
     path: Paths | None = None
-    """Text files, `.jsonl` files, folders or wildcards, relative to the YAML file; null = none."""
+    """Files, folders, wildcards or `hf://datasets/OWNER/NAME`, as in `train_dataset`; null = none."""
 
 
 class EvaluationConfig(Section):
@@ -287,6 +562,36 @@ class EvaluationConfig(Section):
     """Training steps between evaluations; 0 = only at the end."""
     local_batch_size: Count | None = None
     """Samples of one evaluation micro-batch on one rank; null = `training.local_batch_size`."""
+
+
+class RopeScalingConfig(Section):
+    """Rotary positions beyond the length that a model was first trained with; fields that `type` does not use are
+    refused."""
+
+    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field(
+        "default", validation_alias=AliasChoices("type", "rope_type")
+    )
+    """`default`: none; `linear`: positions divided by `factor`; `dynamic`: a base that grows with the length of each
+    document; `llama3`: low frequencies divided; `yarn`: low frequencies divided, attention sharpened. Also accepted:
+    `rope_type`."""
+    factor: Annotated[float, Ge(1)] | None = None
+    """How many times longer; null (`yarn` only) = `max_position_embeddings` / `original_max_position_embeddings`."""
+    original_max_position_embeddings: Count | None = None
+    """Positions of the first training; `dynamic`, `llama3` and `yarn` need it."""
+    low_freq_factor: Positive | None = None
+    """`llama3`: wavelengths above the original length / this are divided by `factor`; null = 1."""
+    high_freq_factor: Positive | None = None
+    """`llama3`: wavelengths below the original length / this stay; null = 4."""
+    beta_fast: Positive | None = None
+    """`yarn`: pairs that turn more often than this within the original length stay; null = 32."""
+    beta_slow: Positive | None = None
+    """`yarn`: pairs that turn less often than this are divided by `factor`; null = 1."""
+    mscale: Positive | None = None
+    """`yarn`: numerator of `attention_factor`; acts only together with `mscale_all_dim`."""
+    mscale_all_dim: Positive | None = None
+    """`yarn`: denominator of `attention_factor`; acts only together with `mscale`."""
+    attention_factor: Positive | None = None
+    """`yarn`: what cosines and sines are multiplied by; null = from `factor`, `mscale` and `mscale_all_dim`."""
 
 
 class ModelConfig(Section):
@@ -302,7 +607,7 @@ class ModelConfig(Section):
     """Tokens of one sample at most."""
     hidden_size: Count
     """Width of the residual stream."""
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[Count, Le(10_000)]
     """Decoder layers."""
     num_attention_heads: Count
     """Query heads of each layer."""
@@ -314,20 +619,33 @@ class ModelConfig(Section):
     """Width of the feed-forward layer; null = 4 x `hidden_size`, gated 8/3 x rounded up to a multiple of 64."""
     max_position_embeddings: Count | None = None
     """Positions the network can tell apart; null = `seq_length`."""
-    tie_word_embeddings: bool = False
-    """Use the embedding as the output layer."""
+    tie_word_embeddings: bool | None = None
+    """Use the embedding as the output layer; null = the family's."""
+    attention_bias: bool | None = None
+    """Biases of the attention projections (`qwen2`: of query, key and value only); null = the family's."""
+    mlp_bias: bool | None = None
+    """Biases of the feed-forward layer; null = the family's."""
+    qk_layernorm: bool | None = None
+    """Normalize queries and keys in each head; null = the family's."""
+    sliding_window: Count | None = None
+    """Tokens that a position sees, itself included; null = all before it."""
+    position_embedding_type: Literal["rope", "learned_absolute"] | None = None
+    """How positions enter; the family decides, and another value is refused."""
     rope_theta: Positive = 10000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    """Rotary positions beyond the length of the first training."""
     hidden_dropout: BelowOne = 0.0
     """Dropout after the embedding, attention and feed-forward layers."""
     attention_dropout: BelowOne = 0.0
     """Dropout of attention probabilities."""
-    normalization: Text = "RMSNorm"
-    """Normalization layer, such as `RMSNorm` or `LayerNorm`."""
+    normalization: Text | None = None
+    """Normalization layer, `RMSNorm` or `LayerNorm`; null = the family's."""
     fused_norm: bool = True
     """Use the fused normalization; false runs the reference implementation, for debugging."""
     hidden_act: Text | None = None
-    """Activation of the feed-forward layer, such as `silu` or `gelu`; null = the family's."""
+    """Activation of the feed-forward layer: `silu`, `fusedswiglu`, `gelu` or `gelu_tanh` (also accepted: `gelu_new`,
+    `gelu_pytorch_tanh`); null = the family's."""
     layer_norm_epsilon: NonNegative | None = Field(None, validation_alias=AliasChoices(*EPSILON_NAMES))
     """Added to the variance in normalization; null = the family's. Also accepted: `rms_norm_eps`,
     `layernorm_epsilon`."""
@@ -362,12 +680,25 @@ class CheckpointConfig(Section):
     """Checkpoints of this run to keep."""
     save_interleaved_steps: Count = 1000
     """Training steps between checkpoints."""
+    keep_best: bool = False
+    """Save whenever the validation loss is the lowest so far, and keep that checkpoint besides `save_max`; `best.json`
+    names it."""
     no_save_optim: bool = False
     """Save weights only; such a checkpoint cannot be resumed."""
     async_save: bool = False
     """Write while training goes on."""
     load_path: str = ""
     """Checkpoint to start from; empty = fresh weights, or the newest one of this run."""
+
+    @model_validator(mode="after")
+    def _best_is_saved(self) -> CheckpointConfig:
+        if self.keep_best and not self.enable_save:
+            raise ConfigError(
+                "without checkpoints there is none to keep",
+                field="checkpoint.keep_best",
+                fix="write false, or enable_save: true",
+            )
+        return self
 
 
 class TensorboardConfig(Section):
@@ -377,17 +708,50 @@ class TensorboardConfig(Section):
     """Write them."""
     log_interval: Count = 1
     """Training steps between points."""
+    queue_size: Count = 1000
+    """Points held in memory before they are written."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases; needs `pip install "samestep[wandb]"`."""
+
+    enable: bool = False
+    """Send the numbers of the run."""
+    project: Text = "samestep"
+    """Project that the run belongs to."""
+    name: Text | None = None
+    """Name of the run; null = the last part of `output_dir`."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline`: write below `output_dir`/wandb only; `wandb sync` sends it later."""
+    log_interval: Count = 1
+    """Training steps between points."""
+
+
+class MlflowConfig(Section):
+    """MLflow; needs `pip install "samestep[mlflow]"`."""
+
+    enable: bool = False
+    """Send the numbers of the run."""
+    tracking_uri: Text | None = None
+    """Server, database or folder; null = the variable MLFLOW_TRACKING_URI, or MLflow's own default."""
+    experiment: Text = "samestep"
+    """Experiment that the run belongs to; made if it is missing."""
+    log_interval: Count = 1
+    """Training steps between points."""
 
 
 class TrainStateConfig(Section):
-    """Extra numbers of each step."""
+    """Extra numbers of each step, in `metrics.jsonl` and wherever else numbers are sent."""
 
     local_norm: bool | str | list[str] = ""
-    """Gradient norms of each micro-batch: all, or of parameters whose name contains one of these."""
+    """Gradient norm of each parameter in each micro-batch: true = all parameters, or those whose name contains one of
+    these texts."""
     local_loss: bool = False
-    """Loss of each micro-batch of a rank."""
+    """Loss of each micro-batch of a rank: its sum / its own targets."""
     device_norm: bool = False
-    """Gradient norm of each parameter at the end of a step."""
+    """Gradient norm of each parameter over the whole step, before clipping."""
+    device_loss: bool = False
+    """Loss of a rank: sum / targets of its micro-batches."""
 
 
 class MonitorConfig(Section):
@@ -395,8 +759,14 @@ class MonitorConfig(Section):
 
     log_interval: Count = 10
     """Training steps between progress lines when the output is not a terminal."""
+    report: bool = True
+    """Write `report.html` at the end of the run, where `samestep[report]` is installed."""
     tensorboard: TensorboardConfig = TensorboardConfig()
     """TensorBoard files."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """MLflow."""
     train_state: TrainStateConfig = TrainStateConfig()
     """Extra numbers of each step."""
 
@@ -418,7 +788,7 @@ class ProfilerConfig(Section):
     """Time and memory traces; these fields act only with `enable_profiling`."""
 
     enable_profiling: bool = False
-    """Record a trace."""
+    """Record a trace, `steps-A-B-rank-R.json.gz`, for ui.perfetto.dev or chrome://tracing."""
     start_step: Count = 1
     """First training step recorded."""
     end_step: Count = 1
@@ -428,13 +798,23 @@ class ProfilerConfig(Section):
     profiler_rank: list[Natural] | None = None
     """Ranks that record; null = all."""
     profiler_level: Literal[0, 1, 2] = 0
-    """Detail of the trace."""
+    """Detail of the trace: 1 adds the shapes of operands, 2 also FLOPs."""
     profile_memory: bool = False
     """Record memory."""
     profile_cpu: bool = True
     """Record CPU work."""
     with_stack: bool = True
     """Record call stacks."""
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> ProfilerConfig:
+        if self.start_step > self.end_step:
+            raise ConfigError(
+                f"start_step {self.start_step} is after end_step {self.end_step}",
+                field="profiler.end_step",
+                fix=f"write {self.start_step} or more",
+            )
+        return self
 
 
 class Config(Section):
@@ -481,7 +861,7 @@ class Config(Section):
 _ACCELERATOR = "a switch of its own hardware"
 _EXPERTS = "only mixture-of-experts models use it"
 _LATENT = "only latent attention uses it"
-_YARN = "only yarn position encoding uses it"
+_YARN = "yarn position encoding is set in model.rope_scaling"
 _FAMILY = "the model family decides"
 _FILES = "concerns only how its own checkpoint files are laid out"
 
@@ -505,6 +885,10 @@ FOREIGN: dict[str, str] = {
     "parallelism.expert_parallel_*": _EXPERTS,
     "optimizer.enable_fused_opt": _ACCELERATOR,
     "optimizer.use_fused": _ACCELERATOR,
+    "optimizer.use_fused_adamw": _ACCELERATOR,
+    "optimizer.comm_strategy": _ACCELERATOR,
+    "optimizer.*_batch_memory_gb": _ACCELERATOR,
+    "optimizer.qk_clip_threshold": "acts only with qk_clip_enabled",
     "lr_scheduler.total_steps": "always training.steps",
     "*_dataset.drop_remainder": "use training.last_batch",
     "*_dataset.num_parallel_workers": "data is read without worker settings",
@@ -521,7 +905,7 @@ FOREIGN: dict[str, str] = {
     "model.bias_swiglu_fusion": "fused operators are chosen by device and dtype",
     "model.use_fused_*": "fused operators are chosen by device and dtype",
     "model.gated_linear_unit": _FAMILY,
-    "model.add_bias_linear": _FAMILY,
+    "model.add_bias_linear": "see model.attention_bias and model.mlp_bias",
     "model.*_token_id": "the tokenizer decides",
     "model.embedding_params_dtype": "the embedding is stored in model.params_dtype",
     "model.chunk_loss_num": "logits are never kept at full size by a setting",
@@ -552,9 +936,7 @@ FOREIGN: dict[str, str] = {
     "checkpoint.save_global_layout_cache": _FILES,
     "checkpoint.reshard_worker_num": _FILES,
     "monitor.health_checkpoint": "had no effect there either",
-    "monitor.train_state.device_loss": "the loss of every step is always reported",
     "monitor.tensorboard.output_dir": "always tensorboard in output_dir",
-    "monitor.tensorboard.queue_size": "the writer's own",
     "monitor.moe_monitor": _EXPERTS,
     "profiler.mstx": _ACCELERATOR,
 }
@@ -581,14 +963,10 @@ UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "optimizer.amsgrad": (False,),
     "optimizer.maximize": (False,),
     "optimizer.enable_cpu_offload": (False,),
-    "lr_scheduler.decay_steps": (None,),
-    "lr_scheduler.decay_ratio": (None,),
+    "optimizer.qk_clip_enabled": (False,),
     "model.multi_latent_attention": (False, None),
     "model.kv_lora_rank": (None,),
     "model.q_lora_rank": (None,),
-    "model.qk_layernorm": (False, None),
-    "model.position_embedding_type": ("rope", "learned_absolute", None),
-    "model.rope_scaling": (None,),
     "model.n_routed_experts": (None, 0),
     "model.num_moe_experts": (None, 0),
     "model.n_shared_experts": (None, 0),
@@ -599,14 +977,10 @@ UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "checkpoint.no_load_optim": (False,),
     "checkpoint.save_trainable_only": (False,),
     "checkpoint.base_load_path": ("",),
-    "monitor.train_state.local_norm": ("", False, []),
-    "monitor.train_state.local_loss": (False,),
-    "monitor.train_state.device_norm": (False,),
     "recompute.mode": ("None",),
     "recompute.full_recompute_layer": (None,),
     "recompute.select_module": (None,),
     "recompute.exclude_op": (None,),
-    "profiler.enable_profiling": (False,),
 }
 """Fields whose effect this version does not have -> the only values accepted. Those that are not in the schema are
 fields of a MindFormers file that would change the result, so they cannot be ignored."""

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -99,6 +100,7 @@ class Rows:
         sums = np.concatenate([[0], np.cumsum(before[self._stops] - before[self._starts + 1])])
         return np.diff(sums[np.concatenate([[0], self._row_ends])])
 
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of all tokens, targets and row borders."""
         digest = hashlib.blake2b(digest_size=16)

@@ -1,25 +1,37 @@
-"""Documents from text files and JSON lines.
+"""Documents from text files, JSON, Parquet and Hugging Face data sets.
 
 A document is a sequence of segments: text, and whether its tokens are training targets. Plain text is one segment;
-a chat row (`messages`) is one segment for each role name and one for each content.
+what rows may look like is in `segments.py`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob  # Path.glob takes no absolute pattern
 from pathlib import Path
 from typing import Any
 
-from samestep.config.schema import EvalDatasetConfig, TrainDatasetConfig
+from samestep.config.schema import HUB_PREFIX, EvalDatasetConfig, TrainDatasetConfig
+from samestep.data.compressed import COMPRESSED_SUFFIXES, inflate
+from samestep.data.segments import Segments, columns_of, segments_of
 from samestep.errors import DataError
 
 AnyDataset = TrainDatasetConfig | EvalDatasetConfig
-TEXT_SUFFIXES = {".txt", ".text", ".md", ".py", ".rst"}
-JSONL_SUFFIXES = {".jsonl", ".ndjson"}
+SUFFIXES = {
+    "text": {".txt", ".text", ".md", ".py", ".rst"},
+    "jsonl": {".jsonl", ".ndjson"},
+    "json": {".json"},
+    "parquet": {".parquet"},
+}
+"""Kind of file -> endings of its name, before `.gz` or `.zst`."""
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_PARQUET_ROWS = 1024
+_PART = ": document "
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Document:
         where: file and row, for messages.
     """
 
-    segments: tuple[tuple[str, bool], ...]
+    segments: Segments
     where: str
 
     @property
@@ -43,47 +55,121 @@ def read_documents(dataset: AnyDataset, section: str = "train_dataset") -> list[
     """All documents of a dataset section that hold text, in file order (files of a folder or glob by name).
 
     Raises:
-        DataError: nothing found, an unreadable file, or a bad row; the message names file, row and byte.
+        DataError: nothing found, a file named twice, an unreadable file, or a bad row; the message names file, row and
+            byte (of the decompressed content).
     """
     documents: list[Document] = []
-    for path in _files(dataset, section):
-        documents += _read_file(path, dataset)
+    sources = _sources(dataset, section)
+    chooses = dataset.dataset_split or dataset.dataset_subset
+    if chooses and not any(_kind(source, dataset) == "huggingface" for source in sources):
+        raise DataError(
+            f"{section}: dataset_split and dataset_subset choose from a Hugging Face data set, but {dataset.path} is "
+            "none\n  fix: remove them"
+        )
+    for source in sources:
+        documents += _read(source, dataset)
     if not documents:
         raise DataError(f"{section}.path: the files hold no document: {dataset.path}")
+    if dataset.document_separator:
+        text_files = {str(source) for source in sources if _kind(source, dataset) == "text"}
+        if text_files and not any(d.where.rpartition(_PART)[0] in text_files for d in documents):
+            raise DataError(
+                f"{section}.document_separator: {dataset.document_separator!r} occurs in no text file of {dataset.path}"
+                '\n  fix: in YAML, write line ends in double quotes ("\\n\\n"), or remove the field'
+            )
     return documents
 
 
-def _files(dataset: AnyDataset, section: str) -> list[Path]:
+# ---- finding
+
+
+def _sources(dataset: AnyDataset, section: str) -> list[Path | str]:
+    """Files, folders of Hugging Face data sets, and `hf://` names."""
     patterns = [dataset.path] if isinstance(dataset.path, str) else list(dataset.path or [])
-    found: list[Path] = []
+    found: list[Path | str] = []
     for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES | JSONL_SUFFIXES and p.is_file())
-        elif path.is_file():
-            matches = [path]
-        else:
-            matches = sorted(Path(name) for name in glob(pattern, recursive=True) if Path(name).is_file())  # noqa: PTH207
+        matches = _matches(pattern, dataset)
         if not matches:
             raise DataError(
-                f"{section}.path: no file at {pattern}\n  fix: write a text file, a .jsonl file, a folder, or a "
-                "glob; a path in the YAML is relative to the YAML file, one on the command line to the current folder"
+                f"{section}.path: no file at {pattern}\n  fix: write a text file, a .jsonl, .json or .parquet file, a "
+                "folder, a glob, or hf://datasets/OWNER/NAME; a path in the YAML is relative to the YAML file, one on "
+                "the command line to the current folder"
             )
         found += matches
+    seen: set[Path | str] = set()
+    for source in found:
+        real = source.resolve() if isinstance(source, Path) else source
+        if real in seen:
+            raise DataError(
+                f"{section}.path: {source} is named twice, so each of its samples would be trained twice an epoch\n"
+                "  fix: name every file once; a folder or a wildcard may cover it already"
+            )
+        seen.add(real)
     return found
 
 
-def _read_file(path: Path, dataset: AnyDataset) -> Iterator[Document]:
-    kind = dataset.type
-    if kind == "auto":
-        kind = "jsonl" if path.suffix in JSONL_SUFFIXES else "text"
+def _matches(pattern: str, dataset: AnyDataset) -> list[Path | str]:
+    if pattern.startswith(HUB_PREFIX):
+        return [pattern]
+    path = Path(pattern)
+    if path.is_dir():
+        if _is_saved_dataset(path) or dataset.type == "huggingface":
+            return [path]
+        kinds = SUFFIXES if dataset.type == "auto" else (dataset.type,)
+        wanted = {suffix for kind in kinds for suffix in SUFFIXES[kind]}
+        return [p for p in sorted(path.rglob("*")) if _suffix(p) in wanted and p.is_file()]
+    if path.is_file():
+        return [path]
+    return [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether a folder was written by `save_to_disk`."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _suffix(path: Path) -> str:
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSED_SUFFIXES else path
+    return name.suffix.lower()
+
+
+def _kind(source: Path | str, dataset: AnyDataset) -> str:
+    if isinstance(source, str) or source.is_dir():
+        return "huggingface"
+    if dataset.type != "auto":
+        return dataset.type
+    return next((kind for kind, suffixes in SUFFIXES.items() if _suffix(source) in suffixes), "text")
+
+
+# ---- reading
+
+
+def _read(source: Path | str, dataset: AnyDataset) -> Iterator[Document]:
+    kind = _kind(source, dataset)
+    if kind == "huggingface":
+        return _documents(_huggingface_rows(source, dataset), dataset)
+    path = Path(source)
+    if kind == "parquet":
+        return _documents(_parquet_rows(path, dataset), dataset)
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    raw = inflate(path, raw)
     text = raw.removeprefix(BOM_UTF8)
     offset = len(raw) - len(text)
-    return (_read_jsonl if kind == "jsonl" else _read_text)(path, text, offset, dataset)
+    if kind == "text":
+        return _text_documents(path, text, offset, dataset)
+    return _documents((_jsonl_rows if kind == "jsonl" else _json_rows)(path, text, offset), dataset)
+
+
+def _documents(rows: Iterable[tuple[dict[str, Any], str]], dataset: AnyDataset) -> Iterator[Document]:
+    for row, where in rows:
+        segments = segments_of(row, where, dataset.text_column, dataset.targets == "assistant")
+        if any(text for text, _ in segments):
+            yield Document(segments, where)
 
 
 def _decode(raw: bytes, where: str, offset: int) -> str:
@@ -96,26 +182,27 @@ def _decode(raw: bytes, where: str, offset: int) -> str:
         ) from error
 
 
-def _read_text(path: Path, raw: bytes, offset: int, dataset: AnyDataset) -> Iterator[Document]:
+def _text_documents(path: Path, raw: bytes, offset: int, dataset: AnyDataset) -> Iterator[Document]:
     text = _decode(raw, str(path), offset)
-    pieces = text.split(dataset.document_separator) if dataset.document_separator else [text]
-    for number, piece in enumerate(pieces, 1):
+    separator = dataset.document_separator
+    if not separator or separator not in text:
+        if text:
+            yield Document(((text, True),), str(path))
+        return
+    for number, piece in enumerate(text.split(separator), 1):
         if piece:
-            where = f"{path}: document {number}" if dataset.document_separator else str(path)
-            yield Document(((piece, True),), where)
+            yield Document(((piece, True),), f"{path}{_PART}{number}")
 
 
-def _read_jsonl(path: Path, raw: bytes, offset: int, dataset: AnyDataset) -> Iterator[Document]:
+def _jsonl_rows(path: Path, raw: bytes, offset: int) -> Iterator[tuple[dict[str, Any], str]]:
     for number, line in enumerate(raw.split(b"\n"), 1):  # splitlines() also splits at U+2028, legal inside JSON text
         where = f"{path}: row {number}"
         if line.strip():
-            segments = _segments(_parse_row(line, where, offset), where, dataset)
-            if any(text for text, _ in segments):
-                yield Document(segments, where)
+            yield _json_line(line, where, offset), where
         offset += len(line) + 1
 
 
-def _parse_row(line: bytes, where: str, offset: int) -> dict[str, Any]:
+def _json_line(line: bytes, where: str, offset: int) -> dict[str, Any]:
     text = _decode(line, where, offset)
     try:
         row = json.loads(text)
@@ -126,41 +213,113 @@ def _parse_row(line: bytes, where: str, offset: int) -> dict[str, Any]:
             "  fix: each line must hold one complete JSON object; a last line cut short means a truncated file"
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: holds a {type(row).__name__}, but each line must be a JSON object")
+        raise DataError(
+            f"{where}: holds a {type(row).__name__}, but each line must be a JSON object\n"
+            "  fix: for a file that is one JSON array, write type: json"
+        )
     return row
 
 
-def _segments(row: dict[str, Any], where: str, dataset: AnyDataset) -> tuple[tuple[str, bool], ...]:
-    if isinstance(row.get(dataset.text_column), str):
-        segments: tuple[tuple[str, bool], ...] = ((row[dataset.text_column], True),)
-    elif isinstance(row.get("messages"), list):
-        segments = tuple(_chat_segments(row["messages"], where, dataset.targets == "assistant"))
-    else:
+def _json_rows(path: Path, raw: bytes, offset: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Rows of one array, parsed one by one so that a mistake has a row and a byte."""
+    text = _decode(raw, str(path), offset)
+
+    def byte(at: int) -> int:
+        return offset + len(text[:at].encode())
+
+    def skip(at: int) -> int:
+        match = _SPACE.match(text, at)
+        assert match is not None
+        return match.end()
+
+    at = skip(0)
+    if at == len(text):
+        return
+    if text[at] != "[":
         raise DataError(
-            f"{where}: has neither a text column {dataset.text_column!r} nor a list 'messages'; "
-            f"it has: {', '.join(map(repr, sorted(row))) or 'nothing'}\n"
-            "  fix: set text_column to the column that holds the text"
+            f"{path} (byte {byte(at)}): must hold one JSON array of objects\n"
+            "  fix: for a file of one JSON object a line, write type: jsonl"
         )
-    for text, _ in segments:
-        _check_encodable(text, where)
-    return segments
+    at, number, decoder = skip(at + 1), 0, json.JSONDecoder()
+    closed = text[at : at + 1] == "]"
+    while not closed:
+        number += 1
+        where = f"{path}: row {number}"
+        try:
+            row, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg} at byte {byte(error.pos)}"
+            raise DataError(
+                f"{where} (byte {byte(at)}): not a JSON object: {reason}\n"
+                "  fix: repair the row; an end in the middle of the array means a truncated file"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where} (byte {byte(at)}): holds a {type(row).__name__}, but must be a JSON object")
+        yield row, where
+        at = skip(end)
+        closed = text[at : at + 1] == "]"
+        if not closed and text[at : at + 1] != ",":
+            raise DataError(
+                f"{where}: is followed by {text[at : at + 1] or 'the end of the file'!r} at byte {byte(at)}, not by "
+                "`,` or `]`\n  fix: repair the array; an end in the middle of it means a truncated file"
+            )
+        at = at if closed else skip(at + 1)
+    if skip(at + 1) != len(text):
+        raise DataError(f"{path}: there is more after the end of the array, at byte {byte(skip(at + 1))}")
 
 
-def _chat_segments(messages: list[Any], where: str, only_assistant: bool) -> Iterator[tuple[str, bool]]:
-    for number, message in enumerate(messages, 1):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: message {number} needs a text 'role' and a text 'content'")
-        yield f"{role}: ", not only_assistant
-        yield f"{content}\n", not only_assistant or role == "assistant"
+def _parquet_rows(path: Path, dataset: AnyDataset) -> Iterator[tuple[dict[str, Any], str]]:
+    import pyarrow
+    from pyarrow import parquet
 
-
-def _check_encodable(text: str, where: str) -> None:
+    number = 0
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        with parquet.ParquetFile(path) as file:
+            columns = columns_of(file.schema_arrow.names, dataset.text_column, str(path))
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=columns):
+                try:
+                    rows: Iterable[dict[str, Any]] = batch.to_pylist()
+                except UnicodeDecodeError:  # again one by one, to reach the row at fault
+                    rows = (batch.slice(index, 1).to_pylist()[0] for index in range(len(batch)))
+                for row in rows:
+                    number += 1
+                    yield row, f"{path}: row {number}"
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{where}: character {error.start} is a lone surrogate (U+{ord(text[error.start]):04X}), which is no "
-            "character and cannot be encoded\n  fix: remove the row, or write the full escape pair"
+            f"{path}: cannot be read as Parquet after row {number}: {error}\n  fix: fetch or write the file again"
         ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: row {number + 1}: byte {error.start} of a text is not UTF-8") from error
+
+
+def _huggingface_rows(source: Path | str, dataset: AnyDataset) -> Iterator[tuple[dict[str, Any], str]]:
+    table = _open_dataset(source, dataset)
+    columns = columns_of(table.column_names, dataset.text_column, str(source))
+    for number, row in enumerate(table.select_columns(columns), 1):
+        yield row, f"{source}: row {number}"
+
+
+def _open_dataset(source: Path | str, dataset: AnyDataset) -> Any:
+    """A `datasets.Dataset`: of a folder written by `save_to_disk`, or of the Hub."""
+    import datasets
+
+    try:
+        if isinstance(source, Path):
+            found = datasets.load_from_disk(str(source))
+        else:
+            name = source.removeprefix(HUB_PREFIX)
+            found = datasets.load_dataset(name, dataset.dataset_subset, split=dataset.dataset_split)
+    except Exception as error:  # many kinds, of several libraries
+        raise DataError(f"{source}: cannot be opened as a Hugging Face data set: {error}") from error
+    if not isinstance(found, dict):
+        if isinstance(source, Path) and dataset.dataset_split:
+            raise DataError(f"{source}: is one data set without splits\n  fix: remove dataset_split")
+        return found
+    split = dataset.dataset_split or (next(iter(found)) if len(found) == 1 else "train")
+    if split not in found:
+        raise DataError(
+            f"{source}: has no split {split!r}; it has: {', '.join(map(repr, found))}\n  fix: write dataset_split"
+        )
+    return found[split]

@@ -158,26 +158,95 @@ def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> T
 
 
 def load_tokenizer(path: str | Path | None, end_token: str | None = None) -> Tokenizer:
-    """Open a `tokenizer.json`, or the folder that holds one; `tokenizer_config.json` beside it names the end token."""
+    """Open a `tokenizer.json`, or a Hugging Face tokenizer's folder.
+
+    The folder holds a `tokenizer.json`; or GPT-2's `vocab.json` and `merges.txt`; or what only `transformers` can
+    convert, such as a SentencePiece model. `tokenizer_config.json` or `special_tokens_map.json` names the end token.
+
+    Raises:
+        ConfigError: no such file, one that cannot be read, or `transformers` is needed and missing.
+    """
     if path is None:
         raise ConfigError("is needed for type: file", field="tokenizer.path", fix="write the path of a tokenizer.json")
-    file = Path(path)
-    file = file / "tokenizer.json" if file.is_dir() else file
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    if place.is_dir() and not (place / "tokenizer.json").is_file():
+        hub = _read_byte_pairs(folder) if _is_gpt2(folder) else _convert(folder)
+    else:
+        hub = _read_json(folder / "tokenizer.json" if place.is_dir() else place)
+    return Tokenizer(hub, end_token or _configured_end(folder))
+
+
+def _read_json(file: Path) -> HubTokenizer:
     try:
-        hub = HubTokenizer.from_str(file.read_text(encoding="utf-8"))
+        return HubTokenizer.from_str(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", field="tokenizer.path") from error
     except Exception as error:  # the library raises bare Exception for a bad file
         raise ConfigError(f"{file} is not a tokenizer.json: {error}", field="tokenizer.path") from error
-    return Tokenizer(hub, end_token or _configured_end(file.with_name("tokenizer_config.json")))
 
 
-def _configured_end(file: Path) -> str | None:
+def _is_gpt2(folder: Path) -> bool:
+    """Whether a folder holds byte pairs that are split by GPT-2's rule, which other classes change."""
+    kind = _setting(folder / "tokenizer_config.json", "tokenizer_class")
+    names = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+    return kind in names and all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+
+
+def _read_byte_pairs(folder: Path) -> HubTokenizer:
+    try:
+        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception for a bad file
+        raise ConfigError(
+            f"{folder}: vocab.json and merges.txt cannot be read: {error}", field="tokenizer.path"
+        ) from error
+    hub = HubTokenizer(model)
+    hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hub.decoder = decoders.ByteLevel()
+    end = _configured_end(folder) or END_OF_TEXT
+    if hub.token_to_id(end) is not None:
+        hub.add_special_tokens([end])
+    return hub
+
+
+def _convert(folder: Path) -> HubTokenizer:
+    files = sorted(file.name for file in folder.iterdir())
+    if not any(name.endswith((".model", ".json", ".txt")) for name in files):
+        raise ConfigError(
+            f"{folder} holds no tokenizer; it holds {', '.join(files) or 'nothing'}",
+            field="tokenizer.path",
+            fix="write the folder of a tokenizer.json, of vocab.json and merges.txt, or of a SentencePiece model",
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and only transformers can make one from its files",
+            field="tokenizer.path",
+            fix='pip install "samestep[hf]" sentencepiece protobuf',
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    except Exception as error:  # many kinds, of several libraries
+        raise ConfigError(
+            f"{folder}: transformers cannot read the tokenizer: {' '.join(str(error).split())}",
+            field="tokenizer.path",
+            fix="write the folder of a tokenizer.json; for a SentencePiece model, pip install sentencepiece protobuf",
+        ) from error
+
+
+def _configured_end(folder: Path) -> str | None:
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    return next((end for name in names if (end := _setting(folder / name, "eos_token"))), None)
+
+
+def _setting(file: Path, name: str) -> str | None:
+    """A text setting of a tokenizer, or the content of a token's description."""
     if not file.is_file():
         return None
     try:
-        end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-        return end["content"] if isinstance(end, dict) else end
+        value = json.loads(file.read_text(encoding="utf-8")).get(name)
+        return value["content"] if isinstance(value, dict) else value
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"{file} cannot be read as a tokenizer's settings: {error}",

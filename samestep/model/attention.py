@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep.families import ModelSpec
 from samestep.model.linear import Linear
+from samestep.model.norm import make_norm
 from samestep.ops import Precision, apply_rope, attention
 
 
@@ -17,16 +18,16 @@ class Context:
     """What every layer needs to know of the micro-batch. Tensors are int64 [rows, positions].
 
     Attributes:
-        position_ids: position inside the document.
-        rope: cosines and sines of every position the model knows.
+        rope_ids: row of the tables in `rope` for each token; None without rotary positions.
+        rope: cosines and sines.
         spans: (row, start, stop) of every document, or None where each row is one document.
         token_keys: names of the positions for dropout; None where nothing is dropped.
         dropout_base: what the key of every dropout is made from, with its layer and site.
         cache: keys and values of earlier positions, for generation.
     """
 
-    position_ids: torch.Tensor
-    rope: tuple[torch.Tensor, torch.Tensor]
+    rope_ids: torch.Tensor | None = None
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
     spans: tuple[tuple[int, int, int], ...] | None = None
     token_keys: torch.Tensor | None = None
     dropout_base: int = 0
@@ -57,6 +58,7 @@ class AttentionCore(nn.Module):
     def __init__(self, spec: ModelSpec, precision: Precision):
         super().__init__()
         self.dropout, self.softmax_dtype = spec.attention_dropout, precision.softmax
+        self.window = spec.sliding_window
 
     def forward(
         self, q_BSHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, context: Context, dropout_key: int
@@ -66,6 +68,7 @@ class AttentionCore(nn.Module):
             k_BTKD,
             v_BTKD,
             spans=context.spans,
+            window=self.window,
             softmax_dtype=self.softmax_dtype,
             dropout_p=0.0 if context.token_keys is None else self.dropout,
             dropout_key=dropout_key,
@@ -80,19 +83,28 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, spec.head_dim
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = Linear(spec.hidden_size, queries, precision)
-        self.k_proj = Linear(spec.hidden_size, keys, precision)
-        self.v_proj = Linear(spec.hidden_size, keys, precision)
-        self.o_proj = Linear(queries, spec.hidden_size, precision)
+        self.q_proj = Linear(spec.hidden_size, queries, precision, spec.attention_bias)
+        self.k_proj = Linear(spec.hidden_size, keys, precision, spec.attention_bias)
+        self.v_proj = Linear(spec.hidden_size, keys, precision, spec.attention_bias)
+        self.o_proj = Linear(queries, spec.hidden_size, precision, spec.output_bias)
+        self.q_norm = make_norm(spec, precision, spec.head_dim) if spec.qk_layernorm else None
+        self.k_norm = make_norm(spec, precision, spec.head_dim) if spec.qk_layernorm else None
         self.attention_core = AttentionCore(spec, precision)
 
     def forward(self, x_BSC: torch.Tensor, context: Context, dropout_key: int) -> torch.Tensor:
-        q_BSHD = self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
-        k_BSKD = self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        q_BSHD = self._placed(self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim)), self.q_norm, context)
+        k_BSKD = self._placed(self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim)), self.k_norm, context)
         v_BSKD = self.v_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
-        q_BSHD = apply_rope(q_BSHD, *context.rope, context.position_ids)
-        k_BSKD = apply_rope(k_BSKD, *context.rope, context.position_ids)
         if context.cache is not None:
             k_BSKD, v_BSKD = context.cache.append(self.layer, k_BSKD, v_BSKD)
         out_BSHD = self.attention_core(q_BSHD, k_BSKD, v_BSKD, context, dropout_key)
         return self.o_proj(out_BSHD.flatten(-2))
+
+    def _placed(self, x_BSHD: torch.Tensor, norm: nn.Module | None, context: Context) -> torch.Tensor:
+        """Queries or keys, normalized head by head where the model does so, then turned by their positions."""
+        if norm is not None:
+            x_BSHD = norm(x_BSHD)
+        if context.rope is None:
+            return x_BSHD
+        assert context.rope_ids is not None
+        return apply_rope(x_BSHD, *context.rope, context.rope_ids)

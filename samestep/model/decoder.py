@@ -1,4 +1,4 @@
-"""The decoder: token embedding, pre-norm layers, final norm; the head and the loss live together in `loss_head`."""
+"""The decoder: embedding, pre-norm layers, final norm; the head and the loss live together in `loss_head`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from samestep.data.batch import Batch
 from samestep.families import ModelSpec
 from samestep.model.attention import Attention, Context, KeyValueCache
 from samestep.model.feed_forward import FeedForward
+from samestep.model.norm import make_norm
 from samestep.ops import (
     Precision,
     dropout,
-    get_norm_cls,
+    dynamic_rope_tables,
     linear_cross_entropy,
     logits,
     random_key,
@@ -81,11 +82,6 @@ class Layer(nn.Module):
         return dropout(x_BSC, self.hidden_dropout, random_key(key, site), context.token_keys)
 
 
-def make_norm(spec: ModelSpec, precision: Precision) -> nn.Module:
-    norm = get_norm_cls(spec.normalization, spec.fused_norm)
-    return norm(spec.hidden_size, eps=spec.norm_eps, compute_dtype=precision.layernorm, params_dtype=precision.params)
-
-
 class Decoder(nn.Module):
     """A causal language model.
 
@@ -93,17 +89,15 @@ class Decoder(nn.Module):
     """
 
     embed_tokens: nn.Embedding
+    embed_positions: nn.Embedding | None
     rope_cos: torch.Tensor
     rope_sin: torch.Tensor
 
     def __init__(self, spec: ModelSpec, precision: Precision):
         super().__init__()
         self.spec, self.precision = spec, precision
-        self.embed_tokens = nn.Embedding(
-            spec.vocab_size,
-            spec.hidden_size,
-            _weight=torch.empty(spec.vocab_size, spec.hidden_size, dtype=precision.params),
-        )
+        self.embed_tokens = _table(spec.vocab_size, spec, precision)
+        self.embed_positions = _table(spec.max_positions, spec, precision) if spec.learned_positions else None
         # Keyed by the layer's own number: a pipeline stage that holds some of the layers keeps their names.
         self.layers = nn.ModuleDict({str(i): Layer(spec, precision, i) for i in range(spec.num_layers)})
         self.norm = make_norm(spec, precision)
@@ -115,35 +109,61 @@ class Decoder(nn.Module):
     def reset_buffers(self) -> None:
         """Fill the rotary tables, on the model's device. `to_empty` does not know them: call it again after that."""
         spec = self.spec
+        if spec.learned_positions or self._dynamic:
+            return
         # Made on the CPU, so that every device turns by the same angles.
-        cos, sin = rope_tables(spec.max_positions, spec.head_dim, spec.rope_theta, self.precision.rotary, "cpu")
+        cos, sin = rope_tables(
+            spec.max_positions, spec.head_dim, spec.rope_theta, self.precision.rotary, "cpu", spec.rope_scaling
+        )
         self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
         self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
+
+    @property
+    def _dynamic(self) -> bool:
+        return self.spec.rope_scaling is not None and self.spec.rope_scaling.type == "dynamic"
 
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
     def forward(self, batch: Batch) -> Outputs:
-        context = Context(position_ids=batch.position_ids, rope=(self.rope_cos, self.rope_sin), spans=batch.spans)
+        lengths = document_lengths(batch) if self._dynamic else None
+        context = self._context(batch.position_ids, lengths)
+        context.spans = batch.spans
         if self.training and (self.spec.hidden_dropout or self.spec.attention_dropout):
             context.token_keys = token_keys(batch.sample_ids, batch.document_ids, batch.position_ids)
             context.dropout_base = batch.dropout_key
-        return Outputs(self._hidden(batch.input_ids, context))
+        return Outputs(self._hidden(batch.input_ids, batch.position_ids, context))
 
     def decode(self, input_ids_BS: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """Next-token logits [B, vocab] after further tokens; `cache` holds all earlier positions and is extended."""
-        start = cache.length
-        positions = torch.arange(start, start + input_ids_BS.shape[1], device=input_ids_BS.device)
-        context = Context(
-            position_ids=positions.expand_as(input_ids_BS), rope=(self.rope_cos, self.rope_sin), cache=cache
-        )
-        return self.loss_head.logits(self._hidden(input_ids_BS, context)[:, -1])
+        """Next-token logits [B, vocab] after further tokens; `cache` holds all earlier positions and is extended.
 
-    def _hidden(self, input_ids_BS: torch.Tensor, context: Context) -> torch.Tensor:
-        # Widened before the look-up: its backward adds up all occurrences of a token in the dtype of the table.
-        table_VC = self.embed_tokens.weight.to(wide(self.precision.params))
-        x_BSC = F.embedding(input_ids_BS, table_VC).to(self.precision.compute)
+        With `dynamic` rotary scaling the new tokens turn by the length so far; keys in the cache stay as they are.
+        """
+        start, stop = cache.length, cache.length + input_ids_BS.shape[1]
+        position_ids_BS = torch.arange(start, stop, device=input_ids_BS.device).expand_as(input_ids_BS)
+        context = self._context(position_ids_BS, torch.full_like(position_ids_BS, stop))
+        context.cache = cache
+        return self.loss_head.logits(self._hidden(input_ids_BS, position_ids_BS, context)[:, -1])
+
+    def _context(self, position_ids_BS: torch.Tensor, lengths_BS: torch.Tensor | None) -> Context:
+        spec = self.spec
+        if spec.learned_positions:
+            return Context()
+        if not self._dynamic:
+            return Context(position_ids_BS, (self.rope_cos, self.rope_sin))
+        assert spec.rope_scaling is not None and lengths_BS is not None
+        tables = dynamic_rope_tables(
+            position_ids_BS, lengths_BS, spec.head_dim, spec.rope_theta, self.precision.rotary, spec.rope_scaling
+        )
+        every_token = torch.arange(position_ids_BS.numel(), device=position_ids_BS.device)
+        return Context(every_token.view_as(position_ids_BS), tables)
+
+    def _hidden(self, input_ids_BS: torch.Tensor, position_ids_BS: torch.Tensor, context: Context) -> torch.Tensor:
+        x_BSC = self._rows(self.embed_tokens, input_ids_BS)
+        if self.embed_positions is not None:
+            x_BSC = x_BSC + self._rows(self.embed_positions, position_ids_BS)
+        x_BSC = x_BSC.to(self.precision.compute)
         if context.token_keys is not None and self.spec.hidden_dropout:
             x_BSC = dropout(
                 x_BSC, self.spec.hidden_dropout, random_key(context.dropout_base, "embedding"), context.token_keys
@@ -151,3 +171,22 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x_BSC = layer(x_BSC, context)
         return self.norm(x_BSC)
+
+    def _rows(self, table: nn.Embedding, ids_BS: torch.Tensor) -> torch.Tensor:
+        # Widened before the look-up: its backward adds up all occurrences of a row in the dtype of the table.
+        return F.embedding(ids_BS, table.weight.to(wide(self.precision.params)))
+
+
+def _table(rows: int, spec: ModelSpec, precision: Precision) -> nn.Embedding:
+    weight = torch.empty(rows, spec.hidden_size, dtype=precision.params)
+    return nn.Embedding(rows, spec.hidden_size, _weight=weight)
+
+
+def document_lengths(batch: Batch) -> torch.Tensor:
+    """int64 [rows, positions]: tokens of the document that each token is in."""
+    if batch.spans is None:
+        return (batch.position_ids.amax(1, keepdim=True) + 1).expand_as(batch.position_ids)
+    lengths = torch.ones(batch.position_ids.shape, dtype=torch.int64)
+    for row, start, stop in batch.spans:
+        lengths[row, start:stop] = stop - start
+    return lengths.to(batch.position_ids.device)

@@ -15,9 +15,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: ModelSpec, precision: Precision):
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, precision) if spec.gated else None
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, precision)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, precision)
+        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        self.gate_proj = Linear(hidden, inner, precision, bias) if spec.gated else None
+        self.up_proj = Linear(hidden, inner, precision, bias)
+        self.down_proj = Linear(inner, hidden, precision, bias)
         # `fusedswiglu` names the operator that computes every gated silu.
         self.activation = get_activation("silu" if spec.hidden_act == "fusedswiglu" else spec.hidden_act)
 

@@ -16,7 +16,7 @@ from samestep.ops.cross_entropy import linear_cross_entropy, logits, reference_l
 from samestep.ops.dropout import attention_dropout_mask, dropout, dropout_mask, random_key, token_keys
 from samestep.ops.norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm, get_norm_cls
 from samestep.ops.precision import Precision, has_native_matmul, linear, parse_dtype, reference_linear, wide
-from samestep.ops.rope import apply_rope, reference_rope, rope_tables
+from samestep.ops.rope import apply_rope, dynamic_rope_tables, reference_rope, rope_tables
 
 __all__ = [
     "ACTIVATION_MAP",
@@ -33,6 +33,7 @@ __all__ = [
     "attention_dropout_mask",
     "dropout",
     "dropout_mask",
+    "dynamic_rope_tables",
     "get_activation",
     "get_norm_cls",
     "has_native_matmul",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,7 +108,12 @@ class FusedSwiGlu(nn.Module):
         return swiglu(gate, up)
 
 
-ACTIVATION_MAP: dict[str, type[nn.Module]] = {"gelu": GELU, "silu": SiLU, "fusedswiglu": FusedSwiGlu}
+ACTIVATION_MAP: dict[str, Callable[..., nn.Module]] = {
+    "gelu": GELU,
+    "silu": SiLU,
+    "fusedswiglu": FusedSwiGlu,
+    "gelu_tanh": functools.partial(GELU, approximate="tanh"),
+}
 
 
 def get_activation(name: str, **kwargs: Any) -> nn.Module:

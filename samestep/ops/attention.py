@@ -1,6 +1,6 @@
 """Causal attention with grouped queries over whole rows, packed documents, or a cache.
 
-Shape letters: B rows, S queries a row, T keys a row, H query heads, K key heads, D head dimension.
+Shape letters: B rows, S queries a row, T keys a row, H query heads, K key heads, D head dimension, W window.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def attention(
     v_BTKD: Tensor,
     *,
     spans: Sequence[Span] | None = None,
+    window: int | None = None,
     softmax_dtype: torch.dtype | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -51,6 +52,9 @@ def attention(
         spans: documents as (row, start, stop). Attention is causal within each and none crosses; S must equal T. A
             token in no span has output 0 and gradient 0. None: every row is one causal sequence, whose S queries
             are its last ones where S < T (a cache).
+        window: keys that a query sees at most, its own included (`sliding_window` of `transformers`): key j of query
+            i where `i - window < j <= i`. Runs in blocks of queries, so that no mask grows with S x T. None: all
+            keys up to its own.
         softmax_dtype: dtype of the scores and their softmax; None is what the fused kernel does.
         scale: of the scores; 1 / sqrt(D) unless told.
         dropout_p: probability to drop an attention weight.
@@ -62,9 +66,9 @@ def attention(
         `[B, S, H, D of v]` in the dtype of q.
 
     Raises:
-        ValueError: shapes or spans that do not fit, or dropout without `token_keys_BS`.
+        ValueError: shapes or spans that do not fit, a window of 0, or dropout without `token_keys_BS`.
     """
-    _check_shapes(q_BSHD, k_BTKD, v_BTKD, spans)
+    _check_shapes(q_BSHD, k_BTKD, v_BTKD, spans, window)
     softmax_dtype = wide(q_BSHD.dtype) if softmax_dtype is None else softmax_dtype
     if dropout_p > 0 or softmax_dtype != wide(q_BSHD.dtype):
         return reference_attention(
@@ -72,6 +76,7 @@ def attention(
             k_BTKD,
             v_BTKD,
             spans=spans,
+            window=window,
             softmax_dtype=softmax_dtype,
             scale=scale,
             dropout_p=dropout_p,
@@ -80,11 +85,13 @@ def attention(
             first_head=first_head,
         )
     if spans is None:
-        return _fused(q_BSHD, k_BTKD, v_BTKD, scale)
-    return _fused_spans(q_BSHD, k_BTKD, v_BTKD, tuple(spans), scale)
+        return _fused(q_BSHD, k_BTKD, v_BTKD, scale, window)
+    return _fused_spans(q_BSHD, k_BTKD, v_BTKD, tuple(spans), scale, window)
 
 
-def _check_shapes(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Sequence[Span] | None) -> None:
+def _check_shapes(
+    q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Sequence[Span] | None, window: int | None
+) -> None:
     batch, queries, heads, dim = q_BSHD.shape
     keys, key_heads = k_BTKD.shape[1:3]
     if k_BTKD.shape[0] != batch or k_BTKD.shape[:3] != v_BTKD.shape[:3] or k_BTKD.shape[3] != dim:
@@ -95,23 +102,59 @@ def _check_shapes(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: Sequenc
         raise ValueError(f"{heads} query heads are not a multiple of {key_heads} key heads")
     if queries > keys or (spans is not None and queries != keys):
         raise ValueError(f"{queries} queries a row do not fit {keys} keys a row" + (" with spans" if spans else ""))
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} keys leaves nothing to see")
 
 
-def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None) -> Tensor:
+def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:
     queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
+    if window is not None and window < keys:
+        return _fused_window(q_BSHD, k_BTKD, v_BTKD, scale, window)
+    mask_ST = _causal(queries, keys, None, q_BSHD.device) if 1 < queries < keys else None
+    return _sdpa(q_BSHD, k_BTKD, v_BTKD, mask_ST, queries == keys, scale)
+
+
+_LEAST_BLOCK, _LARGEST_BLOCK = 128, 1024
+
+
+def _fused_window(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int) -> Tensor:
+    """Blocks of queries, each with the keys that any of them sees: the work is S x (window + block), not S x T."""
+    queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
+    block = min(max(window, _LEAST_BLOCK), _LARGEST_BLOCK)
+    outputs, stop = [], keys - queries
+    for q in q_BSHD.split(block, 1):
+        size = q.shape[1]
+        start, stop = max(0, stop - window + 1), stop + size
+        k, v = k_BTKD[:, start:stop], v_BTKD[:, start:stop]
+        seen = stop - start
+        if seen <= window:
+            outputs.append(_fused(q, k, v, scale, None))
+        else:
+            mask_ST = _causal(size, seen, window, q.device)
+            outputs.append(_sdpa(q, k, v, mask_ST, False, scale))
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool `[S, T]`: which keys the last `queries` of `keys` tokens see."""
+    mask_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask_ST if window is None else mask_ST.triu(keys - queries - window + 1)
+
+
+def _sdpa(
+    q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask_ST: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     group = q_BSHD.shape[2] // k_BTKD.shape[2]
-    if group > 1 and q_BSHD.device.type == "cuda" and q_BSHD.dtype not in (torch.bfloat16, torch.float16):
-        # Only the 16-bit CUDA kernels group queries; float32 with enable_gqa would form the S x T matrix.
+    grouped = mask_ST is None and q_BSHD.dtype in (torch.bfloat16, torch.float16)
+    if group > 1 and q_BSHD.device.type == "cuda" and not grouped:
+        # Only the 16-bit CUDA kernels without a mask group queries; enable_gqa would form the S x T matrix elsewhere.
         k_BTKD, v_BTKD, group = k_BTKD.repeat_interleave(group, 2), v_BTKD.repeat_interleave(group, 2), 1
-    mask_ST = None
-    if 1 < queries < keys:
-        mask_ST = torch.ones(queries, keys, dtype=torch.bool, device=q_BSHD.device).tril(keys - queries)
     return F.scaled_dot_product_attention(
         q_BSHD.transpose(1, 2),
         k_BTKD.transpose(1, 2),
         v_BTKD.transpose(1, 2),
         attn_mask=mask_ST,
-        is_causal=queries == keys,
+        is_causal=causal,
         scale=scale,
         enable_gqa=group > 1,
     ).transpose(1, 2)
@@ -161,7 +204,12 @@ class _Gather(torch.autograd.Function):
 
 
 def _fused_spans(
-    q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, spans: tuple[Span, ...], scale: float | None
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    spans: tuple[Span, ...],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """Spans of equal length are one batch of `_fused`: no mask, and no work between documents."""
     batch, length, heads = q_BSHD.shape[:3]
@@ -173,7 +221,7 @@ def _fused_spans(
     outputs = []
     for group, parts in zip(groups, zip(*(x.split(sizes) for x in flat), strict=True), strict=True):
         q, k, v = (part.unflatten(0, group) for part in parts)
-        outputs.append(_fused(q, k, v, scale).flatten(0, 1))
+        outputs.append(_fused(q, k, v, scale, window).flatten(0, 1))
     out_shape = (batch, length, heads, v_BTKD.shape[-1])
     if not outputs:
         # Sums of nothing: zeros that still hang on the inputs, so that their gradients are zeros and not missing.
@@ -184,9 +232,11 @@ def _fused_spans(
     return packed.view(out_shape)
 
 
-def _visible(batch: int, queries: int, keys: int, spans: Sequence[Span] | None, device: torch.device) -> Tensor:
+def _visible(
+    batch: int, queries: int, keys: int, spans: Sequence[Span] | None, window: int | None, device: torch.device
+) -> Tensor:
     """bool `[B, S, T]`: which key each query may read."""
-    causal_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    causal_ST = _causal(queries, keys, window, device)
     if spans is None:
         return causal_ST.expand(batch, -1, -1)
     visible_BST = torch.zeros(batch, queries, keys, dtype=torch.bool, device=device)
@@ -201,6 +251,7 @@ def reference_attention(
     v_BTKD: Tensor,
     *,
     spans: Sequence[Span] | None = None,
+    window: int | None = None,
     softmax_dtype: torch.dtype | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -213,7 +264,7 @@ def reference_attention(
     Products are summed in float32 (float64 for float64 input). Scores are rounded to `softmax_dtype` before the
     softmax, and probabilities to the dtype of q after it.
     """
-    _check_shapes(q_BSHD, k_BTKD, v_BTKD, spans)
+    _check_shapes(q_BSHD, k_BTKD, v_BTKD, spans, window)
     batch, queries, heads, dim = q_BSHD.shape
     keys, group = k_BTKD.shape[1], heads // k_BTKD.shape[2]
     dtype, sum_dtype = q_BSHD.dtype, wide(q_BSHD.dtype)
@@ -224,7 +275,7 @@ def reference_attention(
 
     scale = 1 / math.sqrt(dim) if scale is None else scale
     scores_BHST = (q_BHSD @ k_BHTD.transpose(-1, -2) * scale).to(softmax_dtype)
-    hidden_B1ST = ~_visible(batch, queries, keys, spans, q_BSHD.device).unsqueeze(1)
+    hidden_B1ST = ~_visible(batch, queries, keys, spans, window, q_BSHD.device).unsqueeze(1)
     # The lowest finite number and a second fill, not -inf: a query that sees nothing gets zeros instead of NaN.
     scores_BHST = scores_BHST.masked_fill(hidden_B1ST, torch.finfo(softmax_dtype).min)
     weights_BHST = scores_BHST.softmax(-1).masked_fill(hidden_B1ST, 0.0)

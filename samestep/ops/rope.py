@@ -5,33 +5,114 @@ Shape letters: P positions of the table, R = D / 2 rotated pairs, B rows, S toke
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from samestep.families import RopeScaling
 from samestep.ops.precision import wide
 
 
 def rope_tables(
-    positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str | None = None
+    positions: int,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[P, R]` of `position * theta ** (-2 i / head_dim)`.
+    """Cosines and sines `[P, R]` of `position * theta ** (-2 i / head_dim)`, with `scaling` of another frequency.
 
     The angles are float32, as published Llama checkpoints were trained with, whatever `dtype` the tables are stored
     in; only float64 tables have float64 angles.
 
     Raises:
-        ValueError: an odd `head_dim`.
+        ValueError: an odd `head_dim`, or `dynamic` scaling, whose angles are not a function of the position alone.
     """
+    if scaling is not None and scaling.type == "dynamic":
+        raise ValueError("dynamic scaling goes by the length of each document: use dynamic_rope_tables")
+    exponents_R = _exponents(head_dim, wide(dtype), device)
+    frequencies_R = _frequencies(exponents_R, theta, scaling)
+    angles_PR = torch.outer(torch.arange(positions, device=device).to(wide(dtype)), frequencies_R)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return (angles_PR.cos() * factor).to(dtype), (angles_PR.sin() * factor).to(dtype)
+
+
+def dynamic_rope_tables(
+    position_ids_BS: Tensor, lengths_BS: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B * S, R]` of every token, with a base that grows with its document ("dynamic NTK").
+
+    `theta * (factor * length / original - (factor - 1)) ** (head_dim / (head_dim - 2))` where a document is longer
+    than the original positions, else `theta`: what `transformers` computes for that document alone. The length is that
+    of the document, not of the longest one in the micro-batch, so that the step does not depend on the split.
+
+    Args:
+        position_ids_BS: position inside the document.
+        lengths_BS: tokens of the document of each token.
+
+    Raises:
+        ValueError: an odd `head_dim`, or one of 2.
+    """
+    if head_dim == 2:
+        raise ValueError("dynamic scaling needs a head_dim of 4 or more")
+    exponents_R = _exponents(head_dim, wide(dtype), position_ids_BS.device)
+    lengths_N1 = lengths_BS.reshape(-1, 1).double().clamp_min(scaling.original_positions)
+    growth_N1 = scaling.factor * lengths_N1 / scaling.original_positions - (scaling.factor - 1)
+    bases_N1 = (theta * growth_N1 ** (head_dim / (head_dim - 2))).to(wide(dtype))
+    angles_NR = position_ids_BS.reshape(-1, 1).to(wide(dtype)) * (1.0 / bases_N1**exponents_R)
+    return angles_NR.cos().to(dtype), angles_NR.sin().to(dtype)
+
+
+def _exponents(head_dim: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
     if head_dim % 2:
         raise ValueError(f"rotary embedding turns pairs of dimensions, and head_dim {head_dim} is odd")
-    angle_dtype = wide(dtype)
-    exponents_R = torch.arange(0, head_dim, 2, device=device).to(angle_dtype) / head_dim
+    return torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+
+
+def _frequencies(exponents_R: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians a position. The order of operations is that of `transformers`: far positions magnify every last bit."""
     frequencies_R = 1.0 / (theta**exponents_R)
-    angles_PR = torch.outer(torch.arange(positions, device=device).to(angle_dtype), frequencies_R)
-    return angles_PR.cos().to(dtype), angles_PR.sin().to(dtype)
+    if scaling is None:
+        return frequencies_R
+    if scaling.type == "llama3":
+        return _llama3(frequencies_R, scaling)
+    if scaling.type == "yarn":
+        return _yarn(exponents_R, theta, scaling)
+    assert scaling.type == "linear", scaling.type
+    return frequencies_R / scaling.factor
+
+
+def _llama3(frequencies_R: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: wavelengths above original / low divided by the factor, below original / high kept, a ramp between."""
+    original, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths_R = 2 * math.pi / frequencies_R
+    divided_R = frequencies_R / scaling.factor
+    kept_R = (original / wavelengths_R - low) / (high - low)
+    between_R = (1 - kept_R) * frequencies_R / scaling.factor + kept_R * frequencies_R
+    scaled_R = torch.where(wavelengths_R > original / low, divided_R, frequencies_R)
+    middle_R = (wavelengths_R >= original / high) & (wavelengths_R <= original / low)
+    return torch.where(middle_R, between_R, scaled_R)
+
+
+def _yarn(exponents_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Peng et al. 2023, eq. 19 to 21, with its ramp over the number of the pair as published models have it."""
+    head_dim = 2 * len(exponents_R)
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so many times within the original positions."""
+        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
+    width = last - first if last != first else 0.001
+    pairs_R = torch.arange(len(exponents_R), dtype=exponents_R.dtype, device=exponents_R.device)
+    kept_R = 1 - ((pairs_R - first) / width).clamp(0, 1)
+    powers_R = theta**exponents_R
+    return 1.0 / (scaling.factor * powers_R) * (1 - kept_R) + 1.0 / powers_R * kept_R
 
 
 def _rotate(x_BSHD: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, direction: float) -> Tensor:
@@ -67,7 +148,7 @@ def apply_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: 
         x_BSHD: queries or keys, any floating dtype.
         cos_PR: from `rope_tables`; its dtype is the dtype of the arithmetic.
         sin_PR: likewise.
-        position_ids_BS: int64, below P.
+        position_ids_BS: int64 rows of the tables, below P.
 
     Returns:
         `[B, S, H, D]` in the dtype of x.

@@ -7,7 +7,8 @@
       config.resolved.yaml    tokenizer.json
       complete.json           size and SHA-256 of every other file; written last
 
-All is written under a temporary name, flushed to disk, then renamed. Nothing is ever unpickled.
+All is written under a temporary name, flushed to disk, then renamed. `best.json` beside them names the checkpoint with
+the lowest validation loss (`checkpoint.keep_best`). Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import random
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,16 @@ from safetensors.torch import load_file, save_file
 from samestep.errors import CheckpointError
 
 MARKER = "complete.json"
+BEST_FILE = "best.json"
 FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest loss so far."""
+
+    step: int
+    eval_loss: float
 
 
 @dataclass(frozen=True)
@@ -57,13 +67,15 @@ def save(
     state: Mapping[str, Any],
     texts: Mapping[str, str],
     keep: int,
+    best: Best | None = None,
 ) -> Path:
-    """Write a checkpoint, then delete all but the newest `keep`.
+    """Write a checkpoint, then delete all but the newest `keep` and the best.
 
     Args:
         optimizer: None to leave it out (such a checkpoint can be evaluated, not resumed).
         state: JSON values.
         texts: further files by name.
+        best: its checkpoint, this one or an older one, is named in `best.json` and never deleted.
 
     Raises:
         CheckpointError: it could not be written; nothing is left behind and older checkpoints are untouched.
@@ -72,7 +84,7 @@ def save(
     temporary = root / f".writing-{folder_name(step)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".writing-*"):
+        for leftover in root.glob(".writing-step-*"):
             shutil.rmtree(leftover)
         temporary.mkdir()
         _save_tensors(temporary / "model.safetensors", model)
@@ -87,15 +99,30 @@ def save(
             shutil.rmtree(final)
         temporary.rename(final)
         _sync_folder(root)
+        write_best(root, best)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"{final} could not be written: {error}\n  fix: free disk space or set checkpoint.save_path; "
             "older checkpoints are untouched"
         ) from error
+    kept = folder_name(best.step) if best else None
     for old in complete_folders(root)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old.name != kept:
+            shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def write_best(root: Path, best: Best | None) -> None:
+    """Name the best checkpoint in `best.json`, at once or not at all; without one there is no such file."""
+    file = root / BEST_FILE
+    if best is None or not (root / folder_name(best.step)).is_dir():
+        file.unlink(missing_ok=True)
+        return
+    temporary = root / f".writing-{BEST_FILE}"
+    _write_text(temporary, json.dumps({**asdict(best), "checkpoint": folder_name(best.step)}, allow_nan=False))
+    temporary.replace(file)
+    _sync_folder(root)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     end_id: int | None = None,
+    token_count: int | None = None,
 ) -> Iterator[int]:
     """New token ids one by one; ends after `max_new_tokens`, or before `end_id`. Nothing is dropped out.
 
@@ -32,6 +33,7 @@ def generate(
         temperature: what logits are divided by; 0 takes the likeliest token (greedy).
         top_k: sample among the k likeliest.
         top_p: sample among the likeliest (of `top_k`) whose probabilities reach p together (Holtzman et al. 2020).
+        token_count: tokens of the tokenizer; rows of the model's output beyond them mean nothing and are never chosen.
         seed: of the sampling; equal seeds give equal tokens on one device.
 
     Raises:
@@ -40,7 +42,7 @@ def generate(
         CheckpointError: the weights give logits that are not finite.
     """
     _check(prompt_ids, model.spec.vocab_size, temperature, top_k, top_p, max_new_tokens)
-    return _tokens(model, list(prompt_ids), max_new_tokens, temperature, top_k, top_p, seed, end_id)
+    return _tokens(model, list(prompt_ids), max_new_tokens, temperature, top_k, top_p, seed, end_id, token_count)
 
 
 @torch.no_grad()
@@ -53,6 +55,7 @@ def _tokens(
     top_p: float | None,
     seed: int,
     end_id: int | None,
+    token_count: int | None,
 ) -> Iterator[int]:
     generator = torch.Generator(model.device).manual_seed(seed)
     positions = model.spec.max_positions
@@ -67,7 +70,7 @@ def _tokens(
             raise CheckpointError(
                 "the model gives logits that are not finite: training has diverged\n  fix: use an earlier checkpoint"
             )
-        token = int(_sample(logits_V, temperature, top_k, top_p, generator))
+        token = int(_sample(logits_V[:token_count], temperature, top_k, top_p, generator))
         if token == end_id:
             return
         yield token

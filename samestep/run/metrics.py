@@ -1,4 +1,5 @@
-"""What a run writes down: `metrics.jsonl`, `events.jsonl`, TensorBoard. The schemas are in docs/run_folder.md."""
+"""What a run writes down: `metrics.jsonl`, `events.jsonl`, and what it sends to loggers. The schemas are in
+docs/run_folder.md."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from samestep.config.schema import TensorboardConfig
+from samestep.run.loggers import Logger, finite_only
 from samestep.step.step import StepReport
 
 _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -39,7 +42,7 @@ class PeakMemory:
     def bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return _resident_maximum() - self._before
+        return max(0, _resident_maximum() - self._before)  # some sandboxes let the maximum fall
 
 
 def _resident_maximum() -> int:
@@ -93,19 +96,34 @@ class Metrics:
 
     Args:
         flops_per_token: of training, for `mfu`.
+        loggers: also told of every number. One that fails is told no more: watching a run must not end it.
+        warn: told why.
     """
 
-    def __init__(self, folder: Path, device: torch.device, flops_per_token: float, tensorboard: TensorboardConfig):
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        flops_per_token: float,
+        loggers: Sequence[Logger] = (),
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         self.folder = folder
         self.rows = JsonLines(folder / "metrics.jsonl")
         self.events = JsonLines(folder / "events.jsonl")
         self.memory = PeakMemory(device)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(device)
-        self._tensorboard = tensorboard
-        self._writer: Any = None
+        self._loggers, self._warn = list(loggers), warn
 
-    def step(self, step: int, report: StepReport, consumed: int, seconds: float) -> None:
-        """Write one step's row; `seconds` is its wall time with the fetching of its data."""
+    def step(
+        self, step: int, report: StepReport, consumed: int, seconds: float, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write one step's row.
+
+        Args:
+            seconds: wall time of the step with the fetching of its data.
+            extra: what `StepMonitor.read` gave.
+        """
         rate = report.tokens / seconds
         terms = {name: finite(value) for name, value in report.terms.items()} if len(report.terms) > 1 else {}
         row = {
@@ -126,33 +144,56 @@ class Metrics:
             "peak_memory_bytes": self.memory.bytes(),
             "skipped": report.skipped is not None,
             **({"terms": terms} if terms else {}),
+            **{name: _finite_parts(value) for name, value in (extra or {}).items()},
         }
         self.rows.write(**row)
-        if step % self._tensorboard.log_interval == 0:
+        due = [logger for logger in self._loggers if step % logger.interval == 0]
+        if due:
             names = ("loss", "grad_norm", "clip_coefficient", "lr", "tokens_per_second", "peak_memory_bytes")
-            self._scalars({f"train/{name}": row[name] for name in names}, step)
+            shown = {name: row[name] for name in names} | (dict(extra) if extra else {})
+            self._send({f"train/{name}": value for name, value in _flat(shown)}, step, due)
 
     def evaluation(self, step: int, loss: float, targets: int, seconds: float) -> None:
         self.rows.write(step=step, eval_loss=finite(loss), eval_targets=targets, eval_seconds=seconds)
-        self._scalars({"eval/loss": loss}, step)
+        self._send({"eval/loss": loss}, step, self._loggers)
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         self.events.write(event=kind, step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
 
-    def _scalars(self, values: dict[str, Any], step: int) -> None:
-        if not self._tensorboard.enable:
-            return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+    def _send(self, values: Mapping[str, float | None], step: int, loggers: Sequence[Logger]) -> None:
+        numbers = finite_only(values)
+        for logger in list(loggers) if numbers else []:
+            self._guarded(logger, partial(logger.log, numbers, step))
 
-            # A resumed run writes some steps again: TensorBoard then hides what it had from this step on.
-            self._writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+    def _guarded(self, logger: Logger, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # services fail in ways of their own
+            self._loggers.remove(logger)
+            self._warn(f"{type(logger).__name__} gets no more numbers: {type(error).__name__}: {error}")
 
     def close(self) -> None:
+        for logger in list(self._loggers):
+            self._guarded(logger, logger.close)
         self.rows.close()
         self.events.close()
-        if self._writer is not None:
-            self._writer.close()
+
+
+def _finite_parts(value: Any) -> Any:
+    """`finite` of every number in lists and dicts."""
+    if isinstance(value, dict):
+        return {name: _finite_parts(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite_parts(part) for part in value]
+    return finite(value)
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """`{"a": {"b": [1, 2]}}` -> `a/b/0: 1`, `a/b/1: 2`."""
+    for name, value in values.items():
+        if isinstance(value, list):
+            value = {str(place): part for place, part in enumerate(value)}
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", part) for inner, part in _flat(value))
+        else:
+            yield name, value

@@ -122,6 +122,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     flops = known(plan.flops_per_step, "FLOP")
     parts = (
         f"parameters {mebibytes(memory.parameters)}",
+        f"buffers {mebibytes(memory.buffers)}",
         f"gradients {mebibytes(memory.gradients)}",
         f"optimizer {mebibytes(memory.optimizer)}",
         f"masters {mebibytes(memory.masters)}",

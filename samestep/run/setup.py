@@ -62,8 +62,13 @@ def build_model(config: Config, vocab_size: int, precision: Precision | None = N
 
 
 def build_step(config: Config, model: Decoder) -> TrainStep:
-    """The step on a model: objective, optimizer, schedule and gradient sink as the config says."""
+    """The step on a model: objective, optimizer, schedule and gradient sink as the config says.
+
+    Args:
+        config: with its length in steps (`plan.in_steps`).
+    """
     training = config.training
+    assert training.steps is not None
     parameters = list(model.named_parameters())
     return TrainStep(
         model,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,11 +21,16 @@ from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError, ConfigError, TrainingError
-from samestep.plan import make_plan
+from samestep.plan import in_steps, make_plan
 from samestep.run import checkpoint
 from samestep.run.evaluate import evaluate
+from samestep.run.loggers import check_packages, make_loggers
 from samestep.run.metrics import Metrics, cut_back
+from samestep.run.monitor import StepMonitor
+from samestep.run.preflight import check_folder, check_memory, checkpoint_bytes
+from samestep.run.profile import StepProfiler
 from samestep.run.progress import Display, number, show_plan
+from samestep.run.report import PLAN_FILE, REPORT_FILE, can_draw, write_report
 from samestep.run.setup import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -55,19 +63,41 @@ class RunState:
 
 
 class Events:
-    """Base of listeners. Setting a flag asks the loop for something after the current step; it is then reset."""
+    """Base of listeners; override what is of interest.
+
+    Setting a flag asks the loop for something after the current step: `should_evaluate` and `should_save` once, then
+    they are reset; `should_stop` ends the run with a save. What a listener raises ends the run; the error carries the
+    listener's name as a note, and `events.jsonl` has it too.
+    """
 
     should_stop = False
     should_save = False
     should_evaluate = False
 
-    def on_train_begin(self, trainer: Trainer) -> None: ...
-    def on_step_begin(self, trainer: Trainer) -> None: ...
-    def on_micro_batch(self, trainer: Trainer, index: int, sums: dict[str, torch.Tensor]) -> None: ...
-    def on_step_end(self, trainer: Trainer, report: StepReport) -> None: ...
-    def on_evaluate(self, trainer: Trainer, loss: float, targets: int) -> None: ...
-    def on_save(self, trainer: Trainer, path: Path) -> None: ...
-    def on_train_end(self, trainer: Trainer) -> None: ...
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Before the first step of this process; `trainer.state` is already that of the checkpoint."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        """Before the data of a step is fetched; `trainer.state.step` is still the step before."""
+
+    def on_micro_batch(self, trainer: Trainer, index: int, sums: dict[str, torch.Tensor]) -> None:
+        """After each backward pass, with the summed losses of the micro-batch, on the device. Reading them waits for
+        the device."""
+
+    def on_gradients(self, trainer: Trainer, gradients: Mapping[str, torch.Tensor]) -> None:
+        """With the gradients of the whole step by name, before they are measured, clipped and used."""
+
+    def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        """After the update or skip, when the row of the step is written."""
+
+    def on_evaluate(self, trainer: Trainer, loss: float, targets: int) -> None:
+        """After each evaluation; the loss is NaN if there was no target."""
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is complete."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step, unless an error ended the run."""
 
 
 class Trainer:
@@ -89,23 +119,30 @@ class Trainer:
         self.config, self.listeners = config, list(listeners)
         self.folder = Path(config.output_dir)
         self.checkpoints = Path(config.checkpoint.save_path or self.folder / "checkpoints")
-        self.display = Display(config.training.steps, config.monitor.log_interval)
         self.state = RunState()
+        self.best: checkpoint.Best | None = None
         self.stop_signal: signal.Signals | None = None
+        check_packages(config.monitor)
         self.last_checkpoint, passed_over = self._find_checkpoint(resume)
         loaded = checkpoint.load(self.last_checkpoint) if self.last_checkpoint else None
         self.device = choose_device()
+        self.profiler = StepProfiler(config.profiler, self.folder / "profile", self.device)
         torch.use_deterministic_algorithms(config.training.deterministic)
         self.data = load_data(config, self._kept_tokenizer(loaded))
+        self._check_best()
         self.plan = make_plan(config, 1, data_facts(config, self.data))
+        self._check_machine()
+        self.display = Display(self.plan.steps, config.monitor.log_interval)
         self.order = make_order(config, self.data)
         self.model = build_model(config, self.data.tokenizer.vocab_size).to(self.device)
-        self.step = build_step(config, self.model)
+        self.step = build_step(in_steps(config, self.plan.steps), self.model)
+        self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective)
         if loaded:
             self._load_weights(loaded)
         lost = self._open_folder(loaded)
         flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1)
-        self.metrics = Metrics(self.folder, self.device, flops_per_token, config.monitor.tensorboard)
+        loggers = make_loggers(config, self.folder)
+        self.metrics = Metrics(self.folder, self.device, flops_per_token, loggers, self.warn)
         for text in [*warnings, *(f"checkpoint passed over: {reason}" for reason in passed_over)]:
             self.warn(text)
         if loaded:
@@ -122,16 +159,37 @@ class Trainer:
                     fix="write --resume auto to go on with it, another output_dir, or remove the folder",
                 )
             return None, []
-        if resume == "auto":
-            return checkpoint.newest(self.checkpoints)
-        return Path(resume), []
+        if resume != "auto":
+            return Path(resume), []
+        found, passed_over = checkpoint.newest(self.checkpoints)
+        if passed_over and not found:
+            raise CheckpointError(
+                f"{self.checkpoints} holds no usable checkpoint:\n  " + "\n  ".join(passed_over) + "\n"
+                "  fix: name another checkpoint with --resume PATH, or begin anew in another output_dir"
+            )
+        return found, passed_over
+
+    def _check_machine(self) -> None:
+        check_memory(self.plan, self.device)
+        check_folder(self.folder, "output_dir")
+        if self.config.checkpoint.enable_save:
+            field = "checkpoint.save_path" if self.config.checkpoint.save_path else "output_dir"
+            check_folder(self.checkpoints, field, checkpoint_bytes(self.plan))
 
     def _kept_tokenizer(self, loaded: checkpoint.Checkpoint | None) -> Tokenizer | None:
         return load_tokenizer(loaded.path / TOKENIZER_FILE, self.config.tokenizer.end_token) if loaded else None
 
+    def _check_best(self) -> None:
+        if self.config.checkpoint.keep_best and self.data.evaluation is None:
+            raise ConfigError(
+                "there is no validation data by which to know the best checkpoint",
+                field="checkpoint.keep_best",
+                fix="write eval_dataset.path or train_dataset.split, or keep_best: false",
+            )
+
     def _load_weights(self, loaded: checkpoint.Checkpoint) -> None:
         load_weights(self.model, loaded)
-        if loaded.state["data_fingerprint"] != self.data.train.fingerprint():
+        if loaded.state["data_fingerprint"] != self.data.train.fingerprint:
             raise CheckpointError(
                 f"{loaded.path}: the training data differs from what this run began with, so its place in the "
                 "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
@@ -142,6 +200,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / CONFIG_FILE).write_text(dump(self.config), encoding="utf-8")
         (self.folder / TOKENIZER_FILE).write_text(self.data.tokenizer.to_json(), encoding="utf-8")
+        (self.folder / PLAN_FILE).write_text(json.dumps(self.plan.as_dict(), indent=1), encoding="utf-8")
         size = loaded.state["metrics_bytes"] if loaded else 0
         return cut_back(self.folder / "metrics.jsonl", size, self.folder / "metrics.lost.jsonl")
 
@@ -149,6 +208,9 @@ class Trainer:
         self.state = RunState(**loaded.state["run"])
         self.step.updater.load_state(loaded.optimizer, self.state.updates)
         checkpoint.set_random_states(loaded.state["random"])
+        if self.config.checkpoint.keep_best and loaded.state.get("best"):
+            self.best = checkpoint.Best(**loaded.state["best"])
+        checkpoint.write_best(self.checkpoints, self.best)  # it may know of evaluations that are now undone
         self.metrics.event("resume", self.state.step, checkpoint=str(loaded.path), rows_moved_to_lost=lost)
         self.display.say(f"resumed from {loaded.path} at step {self.state.step}")
 
@@ -162,38 +224,44 @@ class Trainer:
         """
         self._introduce()
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._tell("on_train_begin")
-        self.display.start(self.state.step)
         try:
-            while self.state.step < self.config.training.steps and not self._stopping():
+            self._tell("on_train_begin")
+            self.display.start(self.state.step)
+            while self.state.step < self.plan.steps and not self._stopping():
                 self._take_step()
-                if self._due(self.config.evaluation.interval_steps) or self._wanted("should_evaluate"):
-                    self._evaluate()
-                if (
-                    self._due(self.config.checkpoint.save_interleaved_steps)
-                    or self._wanted("should_save")
-                    or self._stopping()
-                ):
+                found_best = False
+                if self._wanted("should_evaluate") or self._due(self.config.evaluation.interval_steps):
+                    found_best = self._evaluate()
+                wanted = self._wanted("should_save")
+                due = self._due(self.config.checkpoint.save_interleaved_steps)
+                if wanted or due or found_best or self._stopping():
                     self._save()
                 self._check_skips()
+            self._tell("on_train_end")
         finally:
-            self.display.stop()
-            self.metrics.close()
+            self._close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        self._tell("on_train_end")
         return self.state
 
     def _take_step(self) -> None:
+        with self.profiler.step(self.state.step + 1):
+            self._take_profiled_step()
+        self._record_trace(self.profiler.finished(self.state.step))
+
+    def _take_profiled_step(self) -> None:
         start = time.perf_counter()
         self._tell("on_step_begin")
         batches = self._next_batches()
         self.state.step += 1
-        report = self.step(batches, self._on_micro_batch if self.listeners else None)
+        self.monitor.begin(batches)
+        hooked = bool(self.listeners) or self.monitor.active
+        report = self.step(batches, *((self._on_micro_batch, self._on_gradients) if hooked else ()))
         self.state.updates = self.step.updater.updates
         self.state.skipped += report.skipped is not None
         self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
-        self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start)
+        extra = self.monitor.read()
+        self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start, extra)
         if report.skipped:
             self._record_skip(report)
         self.display.step(self.state.step, report)
@@ -231,17 +299,23 @@ class Trainer:
                 f"rate; the state is saved in {self.last_checkpoint}"
             )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Measure the validation data; returns whether this is the best so far, with `keep_best`."""
         if self.data.evaluation is None:
-            return
+            return False
         start = time.perf_counter()
         size = self.config.evaluation.local_batch_size or self.config.training.local_batch_size
         loss, targets = evaluate(self.model, self.step.objective, self.data.evaluation, size, self.device)
         self.metrics.evaluation(self.state.step, loss, targets, time.perf_counter() - start)
         self.display.say(
-            f"step {self.state.step}/{self.config.training.steps}  validation loss {number(loss)} ({targets} targets)"
+            f"step {self.state.step}/{self.plan.steps}  validation loss {number(loss)} ({targets} targets)"
         )
+        best = math.inf if self.best is None else self.best.eval_loss
+        found_best = self.config.checkpoint.keep_best and loss < best
+        if found_best:
+            self.best = checkpoint.Best(self.state.step, loss)
         self._tell("on_evaluate", loss, targets)
+        return found_best
 
     def _save(self) -> None:
         settings = self.config.checkpoint
@@ -256,14 +330,39 @@ class Trainer:
             state={
                 "run": asdict(self.state),
                 "metrics_bytes": metrics_bytes,
-                "data_fingerprint": self.data.train.fingerprint(),
+                "data_fingerprint": self.data.train.fingerprint,
                 "random": checkpoint.random_states(),
+                "best": asdict(self.best) if self.best else None,
             },
             texts={CONFIG_FILE: dump(self.config), TOKENIZER_FILE: self.data.tokenizer.to_json()},
             keep=settings.save_max,
+            best=self.best,
         )
-        self.metrics.event("checkpoint", self.state.step, path=str(self.last_checkpoint))
+        is_best = self.best is not None and self.best.step == self.state.step
+        self.metrics.event("checkpoint", self.state.step, path=str(self.last_checkpoint), best=is_best)
         self._tell("on_save", self.last_checkpoint)
+
+    # ---- the end
+
+    def _close(self) -> None:
+        self._record_trace(self.profiler.close())
+        self.display.stop()
+        self.metrics.close()
+        if self.config.monitor.report and not isinstance(sys.exception(), KeyboardInterrupt):
+            self._write_report()
+
+    def _write_report(self) -> None:
+        if not can_draw():
+            return
+        try:
+            write_report([self.folder], self.folder / REPORT_FILE)
+        except Exception as error:  # a page about the run must not end the run
+            self.display.say(f"warning: no report: {type(error).__name__}: {error}")
+
+    def _record_trace(self, path: Path | None) -> None:
+        if path is not None:
+            self.metrics.event("profile", self.state.step, path=str(path))
+            self.display.say(f"trace of steps written to {path}")
 
     # ---- small helpers
 
@@ -275,12 +374,12 @@ class Trainer:
     def _introduce(self) -> None:
         self.display.say(f"samestep: {self.folder}  on {describe_machine(self.device)}")
         show_plan(self.plan, self.display.console)
-        if self.state.step >= self.config.training.steps:
-            self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.config.training.steps}")
+        if self.state.step >= self.plan.steps:
+            self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.plan.steps}")
 
     def _due(self, interval: int) -> bool:
         step = self.state.step
-        return step == self.config.training.steps or bool(interval and step % interval == 0)
+        return step == self.plan.steps or bool(interval and step % interval == 0)
 
     def _stopping(self) -> bool:
         limit = self.config.training.max_consecutive_skipped_steps
@@ -295,10 +394,22 @@ class Trainer:
 
     def _tell(self, event: str, *details: Any) -> None:
         for listener in self.listeners:
-            getattr(listener, event)(self, *details)
+            try:
+                getattr(listener, event)(self, *details)
+            except Exception as error:
+                place = f"{type(listener).__name__}.{event}"
+                error.add_note(f"raised by the listener {place} at step {self.state.step}")
+                self.metrics.event("listener_failed", self.state.step, listener=place, error=repr(error))
+                self.display.say(f"the listener {place} failed at step {self.state.step}: {error!r}")
+                raise
 
     def _on_micro_batch(self, index: int, sums: dict[str, torch.Tensor]) -> None:
+        self.monitor.on_micro_batch(index, sums)
         self._tell("on_micro_batch", index, sums)
+
+    def _on_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.monitor.on_gradients(gradients)
+        self._tell("on_gradients", gradients)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stop_signal is not None:

@@ -3,34 +3,103 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from samestep.config.schema import OptimizerConfig
+from samestep.errors import CheckpointError
+from samestep.step.optimizers import Lion, Muon
 from samestep.step.schedule import Schedule
 
 _NARROW = (torch.bfloat16, torch.float16)
+_MASTER, _NUMBER = "master", "number"
+_ADAFACTOR_EPS = (1e-15, 1e-3)
+"""Floors of a root mean squared gradient and of a parameter's size (Shazeer and Stern 2018: 1e-30 of the square)."""
+
+
+def matches(name: str, rules: Sequence[str] | None) -> bool:
+    """Whether a parameter's name is one of the rules, contains one, or fits one as a shell pattern."""
+    return any(rule == name or rule in name or fnmatch.fnmatchcase(name, rule) for rule in rules or ())
 
 
 def decays(name: str, parameter: torch.Tensor, config: OptimizerConfig) -> bool:
     """Whether weight decay applies to a parameter.
 
     First match decides: `weight_decay_include` yes, `weight_decay_exclude` no, vectors (norms, biases) no, else yes.
-    A rule matches by full name, as a part of the name, or as a shell pattern.
     """
-
-    def matches(rules: list[str] | None) -> bool:
-        return any(rule == name or rule in name or fnmatch.fnmatchcase(name, rule) for rule in rules or ())
-
-    if matches(config.weight_decay_include):
+    if matches(name, config.weight_decay_include):
         return True
-    return not matches(config.weight_decay_exclude) and parameter.ndim > 1
+    return not matches(name, config.weight_decay_exclude) and parameter.ndim > 1
+
+
+def orthogonalizes(name: str, parameter: torch.Tensor, config: OptimizerConfig) -> bool:
+    """Whether a parameter is in Muon's half: matrices and stacks of matrices that `adamw_include` does not name."""
+    is_muon = config.type == "Muon"
+    return is_muon and parameter.ndim in (2, 3) and not matches(name, config.setting("adamw_include"))
+
+
+def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a configuration over named parameters, in groups by weight decay (and by Muon's two halves).
+
+    AdamW: Loshchilov and Hutter 2019. SGD: `torch.optim.SGD` without dampening. Adafactor: Shazeer and Stern 2018.
+    """
+    groups = []
+    for decayed, orthogonal in ((True, True), (True, False), (False, True), (False, False)):
+        chosen = [
+            p
+            for name, p in parameters.items()
+            if (decays(name, p, config), orthogonalizes(name, p, config)) == (decayed, orthogonal)
+        ]
+        group: dict[str, Any] = {"params": chosen, "weight_decay": config.weight_decay if decayed else 0.0}
+        if config.type == "Muon":
+            group["orthogonalize"] = orthogonal
+        if chosen:
+            groups.append(group)
+    return _MAKERS[config.type](config, groups)
+
+
+def _adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    b1, b2 = config.setting("betas")
+    return torch.optim.AdamW(groups, lr=0.0, betas=(b1, b2), eps=config.eps, fused=True)
+
+
+def _sgd(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.setting("momentum"), nesterov=config.setting("nesterov"))
+
+
+def _adafactor(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    decay, clip = -config.setting("decay_rate"), config.setting("clip_threshold")
+    return torch.optim.Adafactor(groups, lr=0.0, beta2_decay=decay, d=clip, eps=_ADAFACTOR_EPS)
+
+
+def _lion(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    b1, b2 = config.setting("betas")
+    return Lion(groups, lr=0.0, betas=(b1, b2))
+
+
+def _muon(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    b1, b2 = config.setting("betas")
+    return Muon(
+        groups,
+        lr=0.0,
+        betas=(b1, b2),
+        eps=config.eps,
+        momentum=config.setting("momentum"),
+        nesterov=config.setting("nesterov"),
+        coefficients=config.setting("ns_coefficients"),
+        iterations=config.setting("ns_steps"),
+        matched_adamw_rms=config.setting("matched_adamw_rms"),
+    )
+
+
+_MAKERS = {"AdamW": _adamw, "SGD": _sgd, "Adafactor": _adafactor, "Lion": _lion, "Muon": _muon}
 
 
 class Updater:
-    """AdamW (Loshchilov and Hutter 2019) over named parameters, with the clip coefficient folded in.
+    """An optimizer over named parameters, with the clip coefficient folded in.
 
     A parameter stored in bfloat16 or float16 has a float32 master copy: the optimizer updates the master, which is then
     written back. `updates` counts the updates really made and drives schedule and bias correction.
@@ -44,20 +113,10 @@ class Updater:
         self.masters = {
             name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items() if p.dtype in _NARROW
         }
-        self.schedule = schedule
+        self.config, self.schedule = config, schedule
         self.updates = 0
         self.decayed = {name: decays(name, p, config) for name, p in self.parameters.items()}
-        groups = [
-            {
-                "params": [self.trained(name) for name, decayed in self.decayed.items() if decayed == wanted],
-                "weight_decay": config.weight_decay if wanted else 0.0,
-            }
-            for wanted in (True, False)
-        ]
-        betas = (config.betas[0], config.betas[1])
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.eps, fused=True
-        )
+        self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
 
     def trained(self, name: str) -> nn.Parameter:
         """What the optimizer updates for a parameter: its master where it has one."""
@@ -72,7 +131,7 @@ class Updater:
     def apply(self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor) -> None:
         """Update with `coefficient * gradient`, or, where `skip` is true, change nothing at all.
 
-        The decision stays on the device. The caller counts the update once it has read the flag.
+        The caller counts the update once it has read the flag.
 
         Args:
             gradients: name -> gradient; a parameter without one is left alone.
@@ -83,8 +142,21 @@ class Updater:
             self.trained(name).grad = gradients.get(name)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        # PyTorch's fused optimizers divide by `grad_scale`, and leave weights, moments and step count bit-unchanged
-        # where `found_inf` is 1: hooks made for its GradScaler. They take float32, too coarse for float64 gradients.
+        if self.config.type == "AdamW":
+            self._step_on_device(gradients, coefficient, skip)
+        else:
+            self._step_after_reading(gradients, coefficient, skip)
+        for master in self.masters.values():
+            master.grad = None
+
+    def _step_on_device(
+        self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """The decision stays on the device.
+
+        PyTorch's fused AdamW divides by `grad_scale`, and leaves weights, moments and step count bit-unchanged where
+        `found_inf` is 1: hooks made for its GradScaler. They take float32, too coarse for float64 gradients.
+        """
         if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
             torch._foreach_mul_(list(gradients.values()), coefficient)
             scale = None
@@ -92,33 +164,92 @@ class Updater:
             scale = coefficient.reciprocal().float()
         vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float())
         self.optimizer.step()
+        self._write_back()
+
+    def _step_after_reading(
+        self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """One host read decides: other optimizers have no such hooks (fused SGD has, but leaves its momentum
+        uninitialised when its first step is skipped)."""
+        factor, skipped = torch.stack([coefficient, skip.to(coefficient.dtype)]).tolist()
+        if skipped:
+            return
+        if factor != 1:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        self.optimizer.step()
+        self._write_back()
+
+    def _write_back(self) -> None:
         for name, master in self.masters.items():
             self.parameters[name].copy_(master)
-            master.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Optimizer state and masters as `moment.name -> tensor`, after filling in what no update has made yet."""
-        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.
+
+        A parameter that was never updated has no state.
+        """
+        tensors = {f"{_MASTER}.{name}": master.detach() for name, master in self.masters.items()}
         for name in self.parameters:
             for key, value in self.optimizer.state.get(self.trained(name), {}).items():
-                tensors[f"{key}.{name}"] = value
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}.{name}"] = value
+                elif value is not None:
+                    tensors[f"{_NUMBER}.{key}.{name}"] = torch.tensor(
+                        value, dtype=torch.int64 if isinstance(value, int) else torch.float64
+                    )
         return tensors
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over what `state` gave; names must fit exactly."""
-        left = dict(tensors)
-        for name in self.parameters:
-            target = self.trained(name)
-            if name in self.masters:
-                self.masters[name].copy_(left.pop(f"master.{name}"))
-            state = {
-                key: left.pop(f"{key}.{name}").clone()
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{key}.{name}" in left
-            }
-            if state:
-                self.optimizer.state[target] = state
-        if left:
-            raise KeyError(f"optimizer state of unknown parameters: {', '.join(sorted(left)[:5])}")
+        """Take over what `state` gave.
+
+        Raises:
+            CheckpointError: names do not fit the parameters, or the state is of another optimizer.
+        """
+        states: dict[str, dict[str, Any]] = {name: {} for name in self.parameters}
+        masters: dict[str, torch.Tensor] = {}
+        for full, tensor in tensors.items():
+            key, _, name = full.partition(".")
+            is_number = key == _NUMBER
+            if is_number:
+                key, _, name = name.partition(".")
+            if name not in self.parameters:
+                raise CheckpointError(f"the optimizer state has {full!r}, but no trained parameter is called {name!r}")
+            if key == _MASTER:
+                masters[name] = tensor
+            else:
+                states[name][key] = tensor.item() if is_number else self._placed(tensor, name)
+        if masters.keys() != self.masters.keys():
+            odd = min(masters.keys() ^ self.masters.keys())
+            raise CheckpointError(
+                f"the checkpoint {'has a' if odd in masters else 'lacks the'} float32 master copy of {odd!r}\n"
+                "  fix: restore model.params_dtype to what the run began with"
+            )
+        for name, state in states.items():
+            if state and state.keys() != self._state_keys(name):
+                raise CheckpointError(
+                    f"the optimizer state of {name!r} is {', '.join(sorted(state))}, but {self.config.type} keeps "
+                    f"{', '.join(sorted(self._state_keys(name))) or 'nothing'} for it\n"
+                    "  fix: restore the optimizer settings that the run began with"
+                )
+        for name, master in self.masters.items():
+            master.copy_(masters[name])
+        self.optimizer.state.clear()
+        self.optimizer.state.update({self.trained(name): state for name, state in states.items() if state})
         self.updates = updates
+
+    def _placed(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """A copy on the parameter's device; a step count stays on the CPU unless the optimizer is fused."""
+        is_count = tensor.ndim == 0 and not self.optimizer.defaults.get("fused")
+        return tensor.to("cpu" if is_count else self.trained(name).device, copy=True)
+
+    def _state_keys(self, name: str) -> set[str]:
+        if self.config.type == "SGD":
+            return {"momentum_buffer"} if self.config.setting("momentum") else set()
+        if self.config.type == "Adafactor":
+            return {"step", "row_var", "col_var"} if self.trained(name).ndim > 1 else {"step", "variance"}
+        if self.config.type == "Lion":
+            return {"exp_avg"}
+        if orthogonalizes(name, self.trained(name), self.config):
+            return {"momentum_buffer"}
+        return {"step", "exp_avg", "exp_avg_sq"}

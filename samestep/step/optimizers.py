@@ -1,0 +1,149 @@
+"""Update rules that `torch.optim` does not have in the form needed here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+NORM_EPS = 1e-7
+
+
+class Lion(Optimizer):
+    """Sign momentum with decoupled weight decay (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms").
+
+    c = b1 m + (1 - b1) g;  w = w (1 - lr * decay) - lr sign(c);  m = b2 m + (1 - b2) g.
+
+    Args:
+        params: tensors, or groups with `weight_decay`.
+        betas: b1, b2.
+    """
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; takes no closure."""
+        assert closure is None
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for parameter, gradient, state in _with_gradient(self, group):
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                direction = average.mul(b1).add_(gradient, alpha=1 - b1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                average.mul_(b2).add_(gradient, alpha=1 - b2)
+
+
+class Muon(Optimizer):
+    """Orthogonalized momentum for matrices (Jordan et al. 2024, "Muon: An optimizer for hidden layers"), AdamW for the
+    rest.
+
+    m = momentum m + g;  u = g + momentum m (Nesterov) or m;
+    w = w (1 - lr * decay) - lr * matched_adamw_rms * sqrt(max(rows, columns)) * orthogonalize(u).
+    The scale gives the update the root mean square of an AdamW update (Liu et al. 2025, "Muon is Scalable for LLM
+    Training"), so that one learning rate fits both halves. A tensor of three dimensions is a stack of matrices.
+
+    `torch.optim.Muon` is not used: it iterates in bfloat16, whose rounding would make the update depend on how the
+    batch is split, and it takes no stacks.
+
+    Args:
+        params: groups with `orthogonalize` (which half) and `weight_decay`.
+        betas, eps: of AdamW.
+        coefficients: a, b, c of the Newton-Schulz polynomial.
+        iterations: of Newton-Schulz.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        nesterov: bool,
+        coefficients: Sequence[float],
+        iterations: int,
+        matched_adamw_rms: float,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, defaults | {"weight_decay": 0.0, "orthogonalize": False})
+        self._coefficients, self._iterations = tuple(coefficients), iterations
+        self._matched_adamw_rms = matched_adamw_rms
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; takes no closure."""
+        assert closure is None
+        for group in self.param_groups:
+            if group["orthogonalize"]:
+                self._step_matrices(group)
+            else:
+                self._step_adamw(group)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        momentum = group["momentum"]
+        for parameter, gradient, state in _with_gradient(self, group):
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            total = state["momentum_buffer"].mul_(momentum).add_(gradient)
+            direction = gradient.add(total, alpha=momentum) if group["nesterov"] else total
+            direction = orthogonalize(direction, self._coefficients, self._iterations)
+            scale = self._matched_adamw_rms * math.sqrt(max(parameter.shape[-2:]))
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"] * scale)
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        parameters, gradients, states = [], [], []
+        for parameter, gradient, state in _with_gradient(self, group):
+            if not state:
+                state["step"] = torch.tensor(0.0)  # on the CPU, where adamw reads it without waiting for the device
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            parameters.append(parameter)
+            gradients.append(gradient)
+            states.append(state)
+        adamw(
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalize(matrix: torch.Tensor, coefficients: Sequence[float], iterations: int) -> torch.Tensor:
+    """Nearly U V^T of the singular value decomposition U S V^T, by Newton-Schulz iterations (Jordan et al. 2024).
+
+    X = matrix / |matrix|_F;  then `iterations` times X = a X + (b A + c A A) X with A = X X^T. In the dtype given.
+
+    Args:
+        matrix: [..., rows, columns]; leading dimensions are a stack of matrices.
+        coefficients: a, b, c; the usual ones leave singular values between 0.7 and 1.2.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix  # the smaller Gram matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=NORM_EPS)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def _with_gradient(optimizer: Optimizer, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor, dict]]:
+    """(parameter, gradient, state) of the parameters of a group that have a gradient."""
+    return [(p, p.grad, optimizer.state[p]) for p in group["params"] if p.grad is not None]
