@@ -12,17 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from samestep.config.document import markdown
+from samestep.config.fields import FIELDS, describe, field_homes, section_class
+from samestep.config.foreign import FOREIGN, UNAVAILABLE, foreign_reason
 from samestep.config.load import Loaded, Source, dump, from_dict, load
-from samestep.config.schema import (
-    FIELDS,
-    FOREIGN,
-    UNAVAILABLE,
-    Config,
-    describe,
-    field_homes,
-    foreign_reason,
-    section_class,
-)
+from samestep.config.schema import Config
 from samestep.errors import ConfigError, ConfigErrors
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ ROOMS = (
     "cli",
 )
 ORDER_INSIDE = {
-    "config": ("schema", "load", "document", "template"),
+    "config": ("kinds", "optimization", "schema", "foreign", "fields", "load", "document", "template"),
     "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
     "model": ("linear", "norm", "attention", "feed_forward", "decoder", "init", "weights"),
     "step": ("objective", "accumulate", "clip", "schedule", "optimizers", "update", "step"),

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from samestep.config.schema import OPTIMIZER_FIELDS, OptimizerConfig
+from samestep.config.optimization import OPTIMIZER_FIELDS, OptimizerConfig
 from samestep.errors import CheckpointError
 from samestep.step.optimizers import orthogonalize
 from samestep.step.update import Updater

@@ -10,8 +10,9 @@ import torch
 import transformers
 from pydantic import ValidationError
 
+from samestep.config.kinds import REFUSED_SCHEDULES, SCHEDULE_NAMES
 from samestep.config.load import from_dict
-from samestep.config.schema import REFUSED_SCHEDULES, SCHEDULE_FIELDS, SCHEDULE_NAMES, LrSchedulerConfig
+from samestep.config.optimization import SCHEDULE_FIELDS, LrSchedulerConfig
 from samestep.errors import ConfigError
 from samestep.plan import make_plan
 from samestep.step.schedule import make_schedule

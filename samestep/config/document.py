@@ -7,7 +7,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from samestep.config.schema import FIELDS, FOREIGN, UNAVAILABLE, Config, Section, describe, section_class, walk
+from samestep.config.fields import FIELDS, describe, section_class, walk
+from samestep.config.foreign import FOREIGN, UNAVAILABLE
+from samestep.config.kinds import Section
+from samestep.config.schema import Config
 
 INTRODUCTION = """# Configuration
 

@@ -19,17 +19,10 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from samestep.config.schema import (
-    ALIASES,
-    FIELDS,
-    HUB_PREFIX,
-    UNAVAILABLE,
-    Config,
-    describe,
-    field_homes,
-    foreign_reason,
-    section_class,
-)
+from samestep.config.fields import FIELDS, describe, field_homes, section_class
+from samestep.config.foreign import UNAVAILABLE, foreign_reason
+from samestep.config.kinds import ALIASES, HUB_PREFIX
+from samestep.config.schema import Config
 from samestep.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "command line"

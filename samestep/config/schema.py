@@ -1,168 +1,35 @@
 """What a user may write: one pydantic model per YAML section.
 
-The docstring under each field is its help, its JSON schema text and its line in docs/config.md. Names are
-those of a MindFormers PyNative file, so that such a file runs unchanged; `FOREIGN` lists fields that exist only there.
+The docstring under each field is its help, its JSON schema text and its line in docs/config.md. Names are those of a
+MindFormers PyNative file, so that such a file runs unchanged; `foreign.py` lists fields that exist only there.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
+from annotated_types import Ge, Le, MaxLen, MinLen
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
+from samestep.config.kinds import (
+    EPSILON_NAMES,
+    BelowOne,
+    Between,
+    Count,
+    Dtype,
+    Int,
+    Natural,
+    NonNegative,
+    Paths,
+    Positive,
+    Section,
+    Text,
+    WideDtype,
+    clip_threshold,
+    shard_degree,
+)
+from samestep.config.optimization import LrSchedulerConfig, OptimizerConfig
 from samestep.errors import ConfigError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kinds of values
-# ---------------------------------------------------------------------------------------------------------------------
-
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-SCHEDULE_NAMES = {
-    "ConstantWarmUpLR": "constant",
-    "constant_with_warmup": "constant",
-    "ConstantWithCoolDownLR": "constant_with_cooldown",
-    "LinearWithWarmUpLR": "linear",
-    "CosineWithWarmUpLR": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "CosineWithRestartsAndWarmUpLR": "cosine_with_restarts",
-    "PolynomialWithWarmUpLR": "polynomial",
-    "WarmUpStableDecayLR": "wsd",
-    "warmup_stable_decay": "wsd",
-    "CosineAnnealingLR": "cosine_annealing",
-    "CosineAnnealingWarmRestarts": "cosine_annealing_warm_restarts",
-}
-REFUSED_SCHEDULES = {
-    "LearningRateWiseLayer": "one learning rate for each layer is not available; all parameters share one schedule",
-    "reduce_lr_on_plateau": "it follows the validation loss, but a schedule here is a function of the updates made",
-}
-DECAY_NAMES = {"1-sqrt": "sqrt"}
-HUB_PREFIX = "hf://datasets/"
-"""Before the OWNER/NAME of a data set on the Hugging Face Hub, as its own file system writes it."""
-EPSILON_NAMES = ("layer_norm_epsilon", "rms_norm_eps", "layernorm_epsilon")
-PEAK_NAMES = ("learning_rate", "base_lr")
-LR_END_NAMES = ("lr_end", "lr_end1", "eta_min", "min_lr")
-BETAS_NAMES = ("betas", "adamw_betas")
-EPS_NAMES = ("eps", "adamw_eps")
-ALIASES = {f"model.{name}": f"model.{EPSILON_NAMES[0]}" for name in EPSILON_NAMES[1:]} | {
-    "model.rope_scaling.rope_type": "model.rope_scaling.type"
-}
-ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.learning_rate" for name in PEAK_NAMES[1:]}
-ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.lr_end" for name in LR_END_NAMES[1:]}
-ALIASES |= {f"optimizer.{name}": "optimizer.betas" for name in BETAS_NAMES[1:]}
-ALIASES |= {f"optimizer.{name}": "optimizer.eps" for name in EPS_NAMES[1:]}
-"""Other accepted spellings of a dotted field."""
-
-
-def _whole(value: Any) -> Any:
-    """`1e3` is a float in YAML; it is taken where 1000 is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _long_dtype(value: Any) -> Any:
-    return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
-
-
-def _schedule(value: Any) -> Any:
-    if isinstance(value, str) and value in REFUSED_SCHEDULES:
-        raise ConfigError(f"`{value}`: {REFUSED_SCHEDULES[value]}", fix="write one of the other schedules")
-    return SCHEDULE_NAMES.get(value, value) if isinstance(value, str) else value
-
-
-def _decay_shape(value: Any) -> Any:
-    return DECAY_NAMES.get(value, value) if isinstance(value, str) else value
-
-
-def refuse_idle(section: str, config: Section, kind: str, fields: dict[str, dict[str, Any]]) -> None:
-    """Refuse a field that is set but belongs to another `type` of the section.
-
-    Args:
-        kind: the type.
-        fields: type -> its own fields; a field of no type acts for every type.
-
-    Raises:
-        ConfigError: names the fields that act for the type. A value equal to the default passes, so that a resolved
-            file, which writes every field, loads again.
-    """
-    specific = {name for names in fields.values() for name in names}
-    for name in type(config).model_fields:
-        if name not in specific or name in fields[kind]:
-            continue
-        if getattr(config, name) != type(config).model_fields[name].default:
-            users = ", ".join(f"`{other}`" for other, names in fields.items() if name in names)
-            acting = ", ".join(f"`{other}`" for other in fields[kind]) or "none"
-            raise ConfigError(
-                f"it has no effect with type `{kind}`, only with {users}",
-                field=f"{section}.{name}",
-                fix=f"remove it; the fields of its own that `{kind}` has: {acting}",
-            )
-
-
-def _wide(value: str) -> str:
-    if value not in ("float32", "float64"):
-        raise ConfigError(
-            f"{value} is too narrow for sums over micro-batches: each addition loses low bits, and the error grows "
-            "with the number of accumulation steps",
-            fix="write float32 or float64",
-        )
-    return value
-
-
-def _clip_threshold(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or (math.isfinite(value) and value > 0):
-        return value
-    if value == 0:
-        why = "0 would scale every gradient to zero"
-    elif value < 0:
-        why = "a negative value would reverse every gradient"
-    else:
-        why = f"{value} is not a finite number"
-    raise ConfigError(f"{why}; the largest gradient norm must be > 0", fix="write null to measure without clipping")
-
-
-def _shard_degree(value: int) -> int:
-    if value == 0:
-        raise ConfigError("0 ranks cannot hold a shard", fix="write -1 for all data-parallel ranks, or 1 not to shard")
-    return value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, BeforeValidator(_whole), Gt(0)]
-Natural = Annotated[int, BeforeValidator(_whole), Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
-Ratio = Annotated[float, Ge(0), Le(1)]
-BelowOne = Annotated[float, Ge(0), Lt(1)]
-Between = Annotated[float, Gt(0), Lt(1)]
-Text = Annotated[str, MinLen(1)]
-Paths = Text | Annotated[list[Text], MinLen(1)]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], BeforeValidator(_long_dtype)]
-WideDtype = Annotated[Dtype, AfterValidator(_wide)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, strict, unknown fields refused."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        validate_default=False,
-        allow_inf_nan=False,
-        populate_by_name=True,
-        protected_namespaces=(),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sections
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class TokenizerConfig(Section):
@@ -210,7 +77,7 @@ class TrainingConfig(Section):
     """Samples of one micro-batch on one rank."""
     global_batch_size: Count = 1
     """Samples of one optimizer step over all ranks; the accumulation steps follow from it."""
-    max_norm: Annotated[Positive | None, BeforeValidator(_clip_threshold)] = 1.0
+    max_norm: Annotated[Positive | None, BeforeValidator(clip_threshold)] = 1.0
     """Largest global L2 norm of the gradient; null measures without clipping."""
     max_consecutive_skipped_steps: Natural = 0
     """Skipped (non-finite) steps in a row that end the run; 0 = no limit."""
@@ -254,7 +121,7 @@ class TrainingConfig(Section):
 class ParallelismConfig(Section):
     """How many ranks share the work, and how."""
 
-    data_parallel_shard: Annotated[Int, AfterValidator(_shard_degree)] = -1
+    data_parallel_shard: Annotated[Int, AfterValidator(shard_degree)] = -1
     """Ranks that shard weights, gradients and optimizer state; -1 = all data-parallel ranks, 1 = do not shard."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Free gathered weights after the forward pass; `default`: unless pipeline parallel is used."""
@@ -282,230 +149,6 @@ class ParallelismConfig(Section):
     """Pieces of the network on each pipeline rank."""
     expert_parallel: Count = 1
     """Ranks that split the experts of a layer."""
-
-
-OPTIMIZER_FIELDS: dict[str, dict[str, Any]] = {
-    "AdamW": {"betas": [0.9, 0.95], "eps": 1e-8},
-    "SGD": {"momentum": 0.0, "nesterov": False},
-    "Adafactor": {"decay_rate": 0.8, "clip_threshold": 1.0},
-    "Lion": {"betas": [0.9, 0.99]},
-    "Muon": {
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "momentum": 0.95,
-        "nesterov": True,
-        "ns_steps": 5,
-        "ns_coefficients": [3.4445, -4.7750, 2.0315],
-        "matched_adamw_rms": 0.2,
-        "adamw_include": ["*embed*", "*lm_head*", "*loss_head*", "*output_layer*", "*wte*", "*wpe*"],
-    },
-}
-"""Optimizer -> the fields that act for it alone, with their defaults."""
-
-
-class OptimizerConfig(Section):
-    """The update rule. A field that is null has the default of its `type`."""
-
-    type: Literal["AdamW", "SGD", "Adafactor", "Lion", "Muon"] = "AdamW"
-    """Name of the optimizer. `Muon` updates hidden matrices and leaves all other parameters to AdamW with the same
-    learning rate. For `Lion` a learning rate of a third to a tenth of AdamW's is usual. `Adafactor` takes
-    `learning_rate` relative to the size of each parameter, and never more than 1 / sqrt(update)."""
-    betas: Annotated[list[BelowOne], MinLen(2), MaxLen(2)] | None = Field(
-        None, validation_alias=AliasChoices(*BETAS_NAMES)
-    )
-    """Decay of the first and second moment (`AdamW`, `Lion`, and what `Muon` leaves to AdamW); null = [0.9, 0.95],
-    `Lion` [0.9, 0.99]. Also accepted: `adamw_betas`."""
-    eps: NonNegative = Field(1e-8, validation_alias=AliasChoices(*EPS_NAMES))
-    """Added to the root of the second moment (`AdamW`, and what `Muon` leaves to AdamW). Also accepted: `adamw_eps`."""
-    momentum: BelowOne | None = None
-    """Decay of the running gradient sum (`SGD`, `Muon`); null = 0 for `SGD`, 0.95 for `Muon`."""
-    nesterov: bool | None = None
-    """Look one step ahead along the momentum (`SGD`, `Muon`); null = false for `SGD`, true for `Muon`."""
-    decay_rate: Ratio | None = None
-    """`Adafactor`: at update t the second moment decays by 1 - t ** -decay_rate; null = 0.8."""
-    clip_threshold: Annotated[float, Ge(1)] | None = None
-    """`Adafactor`: largest root mean square of a parameter's update before the learning rate; null = 1.0."""
-    ns_steps: Annotated[Count, Lt(100)] | None = None
-    """`Muon`: Newton-Schulz iterations; null = 5."""
-    ns_coefficients: Annotated[list[float], MinLen(3), MaxLen(3)] | None = None
-    """`Muon`: coefficients of the Newton-Schulz polynomial; null = [3.4445, -4.775, 2.0315]."""
-    matched_adamw_rms: Positive | None = None
-    """`Muon`: a matrix update is scaled by this times sqrt(max(rows, columns)), which gives it the root mean square of
-    an AdamW update, so that learning rate and weight decay tuned for AdamW fit; null = 0.2."""
-    adamw_include: list[Text] | None = None
-    """`Muon`: matrices left to AdamW: exact names, substrings or wildcards; null = embeddings and output layers."""
-    weight_decay: NonNegative = 0.01
-    """Weight decay: decoupled, times the learning rate each update; `SGD` adds it to the gradient (L2) instead."""
-    weight_decay_include: list[Text] | None = None
-    """Parameters that decay: exact names, substrings or wildcards; wins over `weight_decay_exclude`."""
-    weight_decay_exclude: list[Text] | None = None
-    """Parameters that do not decay, besides vectors and biases."""
-
-    @model_validator(mode="after")
-    def _fields_fit_type(self) -> OptimizerConfig:
-        refuse_idle("optimizer", self, self.type, OPTIMIZER_FIELDS)
-        if self.type == "SGD" and self.nesterov and not self.momentum:
-            raise ConfigError(
-                "Nesterov momentum needs a momentum", field="optimizer.nesterov", fix="write `momentum: 0.9` as well"
-            )
-        return self
-
-    def setting(self, name: str) -> Any:
-        """The value of a field that acts for this type, or the type's default where it is null."""
-        value = getattr(self, name)
-        return OPTIMIZER_FIELDS[self.type][name] if value is None else value
-
-
-SCHEDULE_FIELDS: dict[str, dict[str, Any]] = {
-    "constant": {},
-    "constant_with_cooldown": {
-        "keep_steps": 0,
-        "decay_steps": None,
-        "decay_ratio": None,
-        "num_cycles": 0.5,
-        "lr_end": 0.0,
-        "final_steps": 0,
-        "lr_end2": None,
-    },
-    "linear": {"lr_end": 0.0},
-    "cosine": {"lr_end": 0.0, "num_cycles": 0.5, "decay_steps": None, "decay_ratio": None},
-    "cosine_with_restarts": {"lr_end": 0.0, "num_cycles": 1.0, "decay_steps": None, "decay_ratio": None},
-    "polynomial": {"lr_end": 1e-7, "power": 1.0, "decay_steps": None, "decay_ratio": None},
-    "wsd": {
-        "lr_end": 1e-7,
-        "decay_type": "linear",
-        "decay_steps": None,
-        "decay_ratio": None,
-        "decay_start_steps": None,
-        "decay_start_ratio": None,
-    },
-    "inverse_sqrt": {"timescale": None},
-    "cosine_annealing": {"lr_end": 0.0, "t_max": None},
-    "cosine_annealing_warm_restarts": {"lr_end": 0.0, "t_0": None, "t_mult": 1},
-}
-"""Schedule -> the fields that act for it alone, with their defaults; None where the run's length decides."""
-
-
-class LrSchedulerConfig(Section):
-    """The learning rate over the updates of the run; its length is always `training.steps`. A field that is null has
-    the default of its `type`; all types can warm up."""
-
-    type: Annotated[
-        Literal[
-            "constant",
-            "constant_with_cooldown",
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "polynomial",
-            "wsd",
-            "inverse_sqrt",
-            "cosine_annealing",
-            "cosine_annealing_warm_restarts",
-        ],
-        BeforeValidator(_schedule),
-    ] = "constant"
-    """Shape after the warm-up; docs/schedules.md has the formulas. `wsd` is warm-up, stable, decay. Also accepted:
-    `ConstantWarmUpLR`, `constant_with_warmup`, `ConstantWithCoolDownLR`, `LinearWithWarmUpLR`, `CosineWithWarmUpLR`,
-    `cosine_with_min_lr`, `CosineWithRestartsAndWarmUpLR`, `PolynomialWithWarmUpLR`, `WarmUpStableDecayLR`,
-    `warmup_stable_decay`, `CosineAnnealingLR`, `CosineAnnealingWarmRestarts`."""
-    learning_rate: Positive = Field(1e-5, validation_alias=AliasChoices(*PEAK_NAMES))
-    """Peak learning rate. Also accepted: `base_lr`."""
-    warmup_steps: Natural = 0
-    """Updates that rise from `warmup_lr_init` to the peak."""
-    warmup_ratio: Ratio | None = None
-    """Warm-up as a fraction of `training.steps`; if given, it overrides `warmup_steps`."""
-    warmup_lr_init: NonNegative = 0.0
-    """Learning rate of the first warm-up update."""
-    lr_end: NonNegative | None = Field(None, validation_alias=AliasChoices(*LR_END_NAMES))
-    """Learning rate at the end of the decay; null = 0, for `polynomial` and `wsd` 1e-7 (or the peak if that is less).
-    Also accepted: `lr_end1`, `eta_min`, `min_lr`."""
-    num_cycles: Positive | None = None
-    """Cosine waves (`cosine`, `constant_with_cooldown`; null = 0.5, which falls once) or restarts
-    (`cosine_with_restarts`; null = 1)."""
-    power: Positive | None = None
-    """`polynomial`: exponent; null = 1."""
-    decay_steps: Count | None = None
-    """The update at which the decay ends (`cosine`, `cosine_with_restarts`), or how many updates it takes
-    (`polynomial`: after the warm-up; `constant_with_cooldown`: after `keep_steps`; `wsd`: the last ones); null = to the
-    end of the run, for `wsd` its last tenth."""
-    decay_ratio: Ratio | None = None
-    """`decay_steps` as a fraction of `training.steps`; if given, it overrides `decay_steps`."""
-    decay_start_steps: Natural | None = None
-    """`wsd`: the update at which the decay begins, instead of `decay_steps`."""
-    decay_start_ratio: Ratio | None = None
-    """`decay_start_steps` as a fraction of `training.steps`; if given, it overrides `decay_start_steps`."""
-    decay_type: Annotated[Literal["linear", "cosine", "sqrt"] | None, BeforeValidator(_decay_shape)] = None
-    """`wsd`: shape of the decay, `sqrt` is 1 - sqrt(progress); null = `linear`."""
-    keep_steps: Natural | None = None
-    """`constant_with_cooldown`: updates at the peak; null = 0."""
-    final_steps: Natural | None = None
-    """`constant_with_cooldown`: updates at `lr_end` before `lr_end2`; null = 0."""
-    lr_end2: NonNegative | None = None
-    """`constant_with_cooldown`: learning rate after `final_steps`; null = `lr_end`."""
-    timescale: Count | None = None
-    """`inverse_sqrt`: the rate has halved three times this many updates after the warm-up; null = the warm-up, or 10000
-    without one."""
-    t_max: Count | None = None
-    """`cosine_annealing`: updates of half a wave, which then rises again; null = to the end of the run."""
-    t_0: Count | None = None
-    """`cosine_annealing_warm_restarts`: updates of the first cycle, after the warm-up; this type needs it."""
-    t_mult: Count | None = None
-    """`cosine_annealing_warm_restarts`: each cycle is this many times as long as the one before; null = 1."""
-
-    @model_validator(mode="after")
-    def _fields_fit_type(self) -> LrSchedulerConfig:
-        refuse_idle("lr_scheduler", self, self.type, SCHEDULE_FIELDS)
-        length = self.decay_steps is not None or self.decay_ratio is not None
-        if length and (self.decay_start_steps is not None or self.decay_start_ratio is not None):
-            raise ConfigError(
-                "the decay has both a length and a start",
-                field="lr_scheduler.decay_start_steps",
-                fix="keep one of `decay_steps`, `decay_ratio`, `decay_start_steps`, `decay_start_ratio`",
-            )
-        if self.type == "cosine_annealing_warm_restarts" and self.t_0 is None:
-            raise ConfigError(
-                "the length of the first cycle is needed", field="lr_scheduler.t_0", fix="write `t_0: 1000`, say"
-            )
-        if self.type == "constant_with_cooldown" and (self.setting("num_cycles") - 0.5) % 1:
-            raise ConfigError(
-                f"{self.num_cycles} waves do not end at `lr_end`, so the rate would jump after the cool-down",
-                field="lr_scheduler.num_cycles",
-                fix="write 0.5, 1.5, 2.5, ...",
-            )
-        return self
-
-    def setting(self, name: str) -> Any:
-        """The value of a field that acts for this type, or the type's default where it is null."""
-        value = getattr(self, name)
-        if value is None:
-            value = SCHEDULE_FIELDS[self.type][name]
-            return min(value, self.learning_rate) if name == "lr_end" else value
-        return value
-
-    def warmup_updates(self, total_steps: int) -> int:
-        """Updates of the warm-up in a run of `total_steps`."""
-        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * total_steps)
-
-    def decay_span(self, total_steps: int) -> tuple[int, int]:
-        """The updates at which the decay begins and ends; types without a decay of their own have warm-up to end."""
-        warmup = self.warmup_updates(total_steps)
-        length = self.decay_steps if self.decay_ratio is None else round(self.decay_ratio * total_steps)
-        if self.type == "wsd":
-            begin = self.decay_start_steps
-            if self.decay_start_ratio is not None:
-                begin = round(self.decay_start_ratio * total_steps)
-            if begin is None and length is None:
-                begin = max(warmup, total_steps - max(1, round(total_steps / 10)))
-            elif begin is None and length is not None:
-                begin = total_steps - length
-            return begin or 0, total_steps
-        if self.type == "constant_with_cooldown":
-            begin = warmup + self.setting("keep_steps")
-            return begin, total_steps - self.setting("final_steps") if length is None else begin + length
-        if length is None:
-            return warmup, total_steps
-        return warmup, warmup + length if self.type == "polynomial" else length
 
 
 class DatasetConfig(Section):
@@ -850,205 +493,5 @@ class Config(Section):
     """Activations that are computed again."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Time and memory traces."""
-    callbacks: list[Any] = []
+    callbacks: list[Any] = []  # noqa: RUF012 (pydantic copies it)
     """Registered callbacks."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Fields without effect
-# ---------------------------------------------------------------------------------------------------------------------
-
-_ACCELERATOR = "a switch of its own hardware"
-_EXPERTS = "only mixture-of-experts models use it"
-_LATENT = "only latent attention uses it"
-_YARN = "yarn position encoding is set in model.rope_scaling"
-_FAMILY = "the model family decides"
-_FILES = "concerns only how its own checkpoint files are laid out"
-
-FOREIGN: dict[str, str] = {
-    "context": "set up its own launcher and hardware",
-    "use_remove_redundant_dataset": "had no effect there either",
-    "recompute_comm": "communication is never computed again",
-    "swap": "activations are not moved off the device",
-    "training.use_skip_step_on_nan": "non-finite steps are always skipped",
-    "parallelism.data_parallel_shard_strategy": "had no effect there either",
-    "parallelism.disable_gradient_division": "gradients are always summed, never averaged",
-    "parallelism.context_parallel_async": _ACCELERATOR,
-    "parallelism.pipeline_parallel_microbatch_size": "follows from training.global_batch_size",
-    "parallelism.pipeline_parallel_overlap_*": _ACCELERATOR,
-    "parallelism.pipeline_parallel_enable_dxdw_split": _ACCELERATOR,
-    "parallelism.pipeline_parallel_p2p_transport": _ACCELERATOR,
-    "parallelism.enable_mc2": _ACCELERATOR,
-    "parallelism.enable_loss_parallel": "had no effect there either",
-    "parallelism.npu_nums_per_device": _ACCELERATOR,
-    "parallelism.moe_token_dispatcher_type": _EXPERTS,
-    "parallelism.expert_parallel_*": _EXPERTS,
-    "optimizer.enable_fused_opt": _ACCELERATOR,
-    "optimizer.use_fused": _ACCELERATOR,
-    "optimizer.use_fused_adamw": _ACCELERATOR,
-    "optimizer.comm_strategy": _ACCELERATOR,
-    "optimizer.*_batch_memory_gb": _ACCELERATOR,
-    "optimizer.qk_clip_threshold": "acts only with qk_clip_enabled",
-    "lr_scheduler.total_steps": "always training.steps",
-    "*_dataset.drop_remainder": "use training.last_batch",
-    "*_dataset.num_parallel_workers": "data is read without worker settings",
-    "*_dataset.prefetch_size": "data is read without worker settings",
-    "*_dataset.numa_enable": _ACCELERATOR,
-    "*_dataset.use_distribute_dataset": "every rank reads its own samples",
-    "*_dataset.balance_enabled": "the split does not change the step, so it is not a setting",
-    "*_dataset.dataloader": "its loaders do not exist here; write `path: FILE` with a text file, a .jsonl file, "
-    "a folder or a wildcard",
-    "model.use_flash_attention": "the attention implementation is chosen by device and dtype",
-    "model.input_layout": _ACCELERATOR,
-    "model.sparse_mode": _ACCELERATOR,
-    "model.apply_rope_fusion": "fused operators are chosen by device and dtype",
-    "model.bias_swiglu_fusion": "fused operators are chosen by device and dtype",
-    "model.use_fused_*": "fused operators are chosen by device and dtype",
-    "model.gated_linear_unit": _FAMILY,
-    "model.add_bias_linear": "see model.attention_bias and model.mlp_bias",
-    "model.*_token_id": "the tokenizer decides",
-    "model.embedding_params_dtype": "the embedding is stored in model.params_dtype",
-    "model.chunk_loss_num": "logits are never kept at full size by a setting",
-    "model.calculate_per_token_loss": "see training.loss_normalization",
-    "model.moe_*": _EXPERTS,
-    "model.router_dense_type": _EXPERTS,
-    "model.routed_scaling_factor": _EXPERTS,
-    "model.first_k_dense_replace": _EXPERTS,
-    "model.num_experts_per_tok": _EXPERTS,
-    "model.scoring_func": _EXPERTS,
-    "model.norm_topk_prob": _EXPERTS,
-    "model.topk_group": _EXPERTS,
-    "model.n_group": _EXPERTS,
-    "model.use_pad_tokens": _EXPERTS,
-    "model.mla_qkv_concat": _LATENT,
-    "model.qk_rope_head_dim": _LATENT,
-    "model.qk_nope_head_dim": _LATENT,
-    "model.v_head_dim": _LATENT,
-    "model.mtp_loss_*": "only multi-token prediction uses it",
-    "model.scaling_factor": _YARN,
-    "model.beta_fast": _YARN,
-    "model.beta_slow": _YARN,
-    "model.mscale*": _YARN,
-    "checkpoint.prefix": _FILES,
-    "checkpoint.remove_redundancy": _FILES,
-    "checkpoint.load_balanced": _FILES,
-    "checkpoint.load_worker_number": _FILES,
-    "checkpoint.save_global_layout_cache": _FILES,
-    "checkpoint.reshard_worker_num": _FILES,
-    "monitor.health_checkpoint": "had no effect there either",
-    "monitor.tensorboard.output_dir": "always tensorboard in output_dir",
-    "monitor.moe_monitor": _EXPERTS,
-    "profiler.mstx": _ACCELERATOR,
-}
-"""Fields of a MindFormers file that mean nothing here -> why; wildcards allowed. Accepted, removed, named in one
-warning."""
-
-UNAVAILABLE: dict[str, tuple[Any, ...]] = {
-    "run_mode": ("train",),
-    "compile": (False,),
-    "callbacks": ([],),
-    "lora_config": (None,),
-    "inference": (None,),
-    "swap.enable": (False,),
-    "training.rampup_batch_size": (None,),
-    "parallelism.reshard_after_forward_policy": ("default",),
-    "parallelism.dense_fsdp_shard_size": (None,),
-    "parallelism.cpu_offload": (False,),
-    "parallelism.context_parallel_method": ("colossal",),
-    "parallelism.context_parallel_mask_type": ("causal",),
-    "parallelism.ulysses_degree_in_cp": (None,),
-    "parallelism.pipeline_parallel_schedule": ("1f1b",),
-    "parallelism.pipeline_parallel_layers_per_stage": ("auto", None),
-    "parallelism.pipeline_parallel_interleave_num": (1,),
-    "optimizer.amsgrad": (False,),
-    "optimizer.maximize": (False,),
-    "optimizer.enable_cpu_offload": (False,),
-    "optimizer.qk_clip_enabled": (False,),
-    "model.multi_latent_attention": (False, None),
-    "model.kv_lora_rank": (None,),
-    "model.q_lora_rank": (None,),
-    "model.n_routed_experts": (None, 0),
-    "model.num_moe_experts": (None, 0),
-    "model.n_shared_experts": (None, 0),
-    "model.num_nextn_predict_layers": (None, 0),
-    "model.mtp_num_layers": (None, 0),
-    "checkpoint.async_save": (False,),
-    "checkpoint.load_path": ("",),
-    "checkpoint.no_load_optim": (False,),
-    "checkpoint.save_trainable_only": (False,),
-    "checkpoint.base_load_path": ("",),
-    "recompute.mode": ("None",),
-    "recompute.full_recompute_layer": (None,),
-    "recompute.select_module": (None,),
-    "recompute.exclude_op": (None,),
-}
-"""Fields whose effect this version does not have -> the only values accepted. Those that are not in the schema are
-fields of a MindFormers file that would change the result, so they cannot be ignored."""
-
-
-def foreign_reason(field: str) -> str | None:
-    """Why a dotted field means nothing here, or None if it is not in `FOREIGN`."""
-    return next((reason for pattern, reason in FOREIGN.items() if fnmatchcase(field, pattern)), None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Looking at the schema
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def section_class(info: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, or None for a plain value."""
-    annotation = info.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted field below a section, sections themselves included."""
-    for name, info in section.model_fields.items():
-        yield prefix + name, info
-        if inner := section_class(info):
-            yield from walk(inner, f"{prefix}{name}.")
-
-
-FIELDS: dict[str, FieldInfo] = dict(walk(Config))
-"""Dotted field or section -> its description."""
-
-
-def field_homes(name: str) -> list[str]:
-    """Sections that have a field of this name (`""` is the top level)."""
-    return [field.rpartition(".")[0] for field in (*FIELDS, *ALIASES) if field.rpartition(".")[2] == name]
-
-
-def describe(info: FieldInfo) -> str:
-    """The values a field takes, in words, such as `whole number > 0 or null`."""
-    return _describe(info.annotation, info.metadata)
-
-
-def _describe(annotation: Any, metadata: list[Any]) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _describe(arguments[0], [*arguments[1:], *metadata])
-    if origin in (Union, UnionType):
-        return " or ".join(_describe(argument, []) for argument in arguments)
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(f"`{value}`" for value in arguments)
-    if origin is list:
-        size = next((f"{rule.max_length} " for rule in metadata if isinstance(rule, MaxLen)), "")
-        item = _describe(arguments[0], [])
-        return (
-            "list of text"
-            if item == "text"
-            else f"list of {size}values" + (f", each {item}" if item != "value" else "")
-        )
-    if origin is dict:
-        return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "section"
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
-    return words.get(annotation, "value") + _bounds(metadata)
-
-
-def _bounds(metadata: list[Any]) -> str:
-    signs = {Gt: "> {0.gt}", Ge: ">= {0.ge}", Lt: "< {0.lt}", Le: "<= {0.le}"}
-    parts = [signs[type(rule)].format(rule) for rule in metadata if type(rule) in signs]
-    return " " + " and ".join(parts) if parts else ""

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from samestep.config.document import literal
-from samestep.config.schema import FIELDS
+from samestep.config.fields import FIELDS
 
 DATA_FILE = "text.txt"
 

@@ -15,7 +15,8 @@ from glob import glob  # Path.glob takes no absolute pattern
 from pathlib import Path
 from typing import Any
 
-from samestep.config.schema import HUB_PREFIX, EvalDatasetConfig, TrainDatasetConfig
+from samestep.config.kinds import HUB_PREFIX
+from samestep.config.schema import EvalDatasetConfig, TrainDatasetConfig
 from samestep.data.compressed import COMPRESSED_SUFFIXES, inflate
 from samestep.data.segments import Segments, columns_of, segments_of
 from samestep.errors import DataError
