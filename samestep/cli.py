@@ -63,17 +63,23 @@ def _located(loaded: Loaded) -> Iterator[None]:
     """Give errors that name a field the file and line where the user wrote it."""
     try:
         yield
-    except ConfigErrors:
-        raise
     except ConfigError as error:
-        if error.where is None and error.field is not None and not error.field.startswith("-"):
-            error.where = loaded.source.locate(error.field)
+        for one in error.errors if isinstance(error, ConfigErrors) else [error]:
+            if one.where is None and one.field is not None and not one.field.startswith("-"):
+                one.where = loaded.source.locate(one.field)
         raise
 
 
 def _world_size() -> int:
     """Ranks started by a launcher. This version trains on one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    written = os.environ.get("WORLD_SIZE", "1")
+    try:
+        size = int(written)
+    except ValueError:
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE is {written!r}, which is no number of processes",
+            fix="unset WORLD_SIZE, or write 1",
+        ) from None
     if size != 1:
         raise ConfigError(f"WORLD_SIZE is {size}, but this version trains on one process", fix="start one process")
     return size
@@ -84,7 +90,11 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[
-        str, typer.Option(metavar="auto|none|PATH", help="Go on from the newest checkpoint, begin anew, or from PATH.")
+        str,
+        typer.Option(
+            metavar="auto|none|PATH",
+            help="Go on from the newest checkpoint, begin anew, or from PATH: a checkpoint, or a run's newest one.",
+        ),
     ] = "none",
     debug: Debug = False,
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+
+import numpy as np
 
 from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig, TrainingConfig
 from samestep.errors import ConfigError
@@ -43,7 +45,8 @@ class DataFacts:
         samples, tokens, targets: of one epoch; tokens are inputs.
         step_lengths, step_targets: of the samples of the first global batch.
         vocab_size: of the tokenizer.
-        batch_lengths: of the samples of each global batch, in order and without end; read only for `training.tokens`.
+        epoch_lengths: epoch -> lengths of all its samples in their order, int64 [samples]; called only for
+            `training.tokens`.
     """
 
     samples: int
@@ -52,7 +55,16 @@ class DataFacts:
     step_lengths: tuple[int, ...]
     step_targets: tuple[int, ...]
     vocab_size: int
-    batch_lengths: Iterable[Sequence[int]] = ()
+    epoch_lengths: Callable[[int], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: global batches consumed, the cursor of the data, and the tokens of the consumed batches."""
+
+    steps: int = 0
+    consumed_samples: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,12 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
         parallelism.pipeline_parallel,
     )
     inner = tensor * context * pipeline
+    if parallelism.expert_parallel > 1:
+        raise ConfigError(
+            "no model family of this version has experts to split",
+            field="parallelism.expert_parallel",
+            fix="remove it, or write 1",
+        )
     if world_size % inner:
         _, name = max((tensor, "tensor_parallel"), (context, "context_parallel"), (pipeline, "pipeline_parallel"))
         raise ConfigError(
@@ -186,7 +204,7 @@ def split_step(samples: int, data_parallel: int, local_batch_size: int) -> list[
     return table
 
 
-def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None) -> int:
+def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None, progress: Progress | None = None) -> int:
     """Steps of the run, from `training.steps`, `epochs` or `tokens`.
 
     Steps are whole: a part of an epoch is rounded up, and the step in which the trained tokens reach `tokens` is the
@@ -194,6 +212,8 @@ def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None) -> 
 
     Args:
         unit: data_parallel x local_batch_size.
+        progress: of a resumed run. Its steps count as they are, whatever global batch size they had; the rest of the
+            epochs or tokens is counted from its cursor on.
 
     Raises:
         ConfigError: epochs or tokens, and the data is not known.
@@ -201,25 +221,86 @@ def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None) -> 
     if training.steps is not None:
         return training.steps
     name = "epochs" if training.epochs is not None else "tokens"
-    if facts is None or (name == "tokens" and not facts.batch_lengths):
+    if facts is None or (name == "tokens" and not facts.epoch_lengths):
         raise ConfigError("can be counted only in known data", field=f"training.{name}", fix="write training.steps")
-    if training.epochs is not None:
-        steps_per_epoch, _ = _epoch_steps(training, unit, facts)
-        # Exact decimals: 0.1 of 30 steps is 3, but the product of floats may lie just above.
-        return math.ceil(Fraction(str(training.epochs)) * steps_per_epoch)
-    assert training.tokens is not None
-    return _steps_to(training.tokens, unit, training.remainder, facts.batch_lengths)
+    progress = progress or Progress()
+    rest = _steps_to_epochs if training.epochs is not None else _steps_to_tokens
+    return progress.steps + rest(training, unit, facts, progress)
 
 
-def _steps_to(tokens: int, unit: int, remainder: str, batches: Iterable[Sequence[int]]) -> int:
-    steps = reached = 0
-    for lengths in batches:
-        used = usable_samples(len(lengths), unit, remainder)
-        steps += used > 0
-        reached += sum(lengths[:used])
-        if reached >= tokens:
-            break
+def _steps_to_epochs(training: TrainingConfig, unit: int, facts: DataFacts, progress: Progress) -> int:
+    """Steps from the cursor to the end of `training.epochs`."""
+    per_epoch, _ = _epoch_steps(training, unit, facts)
+    # Exact decimals: 0.1 of 30 steps is 3, but the product of floats may lie just above.
+    whole, part = divmod(Fraction(str(training.epochs)), 1)
+    goal = min(math.ceil(part * per_epoch) * training.global_batch_size, facts.samples)
+    epoch, place = divmod(progress.consumed_samples, facts.samples)
+    if epoch > whole:
+        return 0
+    if epoch == whole:
+        return _steps_between(training, unit, facts.samples, place, goal)
+    first = _steps_between(training, unit, facts.samples, place, facts.samples)
+    return first + (whole - epoch - 1) * per_epoch + _steps_between(training, unit, facts.samples, 0, goal)
+
+
+def _steps_between(training: TrainingConfig, unit: int, samples: int, place: int, goal: int) -> int:
+    """Steps of one epoch that begin at or after `place` and before `goal`, the first at `place`."""
+    sizes = _batch_sizes(training, unit, samples - place)
+    return min(len(sizes), max(0, math.ceil((goal - place) / training.global_batch_size)))
+
+
+def _steps_to_tokens(training: TrainingConfig, unit: int, facts: DataFacts, progress: Progress) -> int:
+    """Steps from the cursor until `training.tokens` are reached: whole epochs at once, the last one batch by batch."""
+    assert training.tokens is not None and facts.epoch_lengths is not None
+    left, steps = training.tokens - progress.tokens, 0
+    epoch, place = divmod(progress.consumed_samples, facts.samples)
+    while left > 0:
+        lengths = facts.epoch_lengths(epoch)
+        taken = _batch_tokens(training, unit, lengths[place:])
+        total = int(taken.sum())
+        if total >= left:
+            return steps + int(np.searchsorted(np.cumsum(taken), left)) + 1
+        repeats = 1
+        if place == 0 and _same_every_epoch(training, unit, lengths):
+            repeats = (left - 1) // total
+        steps, left, epoch, place = steps + repeats * len(taken), left - repeats * total, epoch + repeats, 0
     return steps
+
+
+def _batch_tokens(training: TrainingConfig, unit: int, lengths: np.ndarray) -> np.ndarray:
+    """Trained tokens of each step on what is left of an epoch, int64 [steps]."""
+    sizes = _batch_sizes(training, unit, len(lengths))
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    starts = np.arange(len(sizes)) * training.global_batch_size
+    return sums[starts + sizes] - sums[starts]
+
+
+def _same_every_epoch(training: TrainingConfig, unit: int, lengths: np.ndarray) -> bool:
+    """Whether every epoch trains the same number of tokens, whatever its order: it drops none, or all are as long."""
+    used = int(_batch_sizes(training, unit, len(lengths)).sum())
+    return used == len(lengths) or bool((lengths == lengths[0]).all())
+
+
+def _batch_sizes(training: TrainingConfig, unit: int, samples: int) -> np.ndarray:
+    """Trained samples of each step on the last `samples` of an epoch, int64 [steps]; batches without any are none."""
+    full, last = divmod(samples, training.global_batch_size)
+    sizes = np.full(full, usable_samples(training.global_batch_size, unit, training.remainder), dtype=np.int64)
+    last = usable_samples(last, unit, training.remainder) if training.last_batch == "use" else 0
+    return np.append(sizes, last) if last else sizes
+
+
+def _check_rest_of_epoch(training: TrainingConfig, unit: int, facts: DataFacts, progress: Progress, steps: int) -> None:
+    """`remainder: error` also holds for the batch that ends the epoch in which a resumed run stands."""
+    rest = -progress.consumed_samples % facts.samples
+    full, last = divmod(rest, training.global_batch_size)
+    is_met = training.last_batch == "use" and steps - progress.steps > full
+    if training.remainder == "error" and is_met and last % unit:
+        raise ConfigError(
+            f"going on from sample {progress.consumed_samples}, the last batch of that epoch has {last} samples, no "
+            f"multiple of data_parallel x local_batch_size = {unit}, and training.remainder is error",
+            field="training.global_batch_size",
+            fix="write the global_batch_size that the run had, remainder: use, or last_batch: drop",
+        )
 
 
 def in_steps(config: Config, steps: int) -> Config:
@@ -228,12 +309,15 @@ def in_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update=length)})
 
 
-def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = None) -> Plan:
+def make_plan(
+    config: Config, world_size: int = 1, facts: DataFacts | None = None, progress: Progress | None = None
+) -> Plan:
     """Resolve a configuration into numbers.
 
     Args:
         world_size: number of ranks.
         facts: of the data; without them tokens, targets and epochs are None where they cannot be known.
+        progress: of a resumed run, from which the rest of the run is counted.
 
     Raises:
         ConfigError: numbers that do not fit together, or no vocabulary size; each message names the ways out.
@@ -249,7 +333,10 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0
-    steps = run_length(training, unit, facts)
+    progress = progress or Progress()
+    steps = run_length(training, unit, facts, progress)
+    if facts:
+        _check_rest_of_epoch(training, unit, facts, progress, steps)
     _check_schedule(config.lr_scheduler, steps)
     steps_per_epoch, last = _epoch_steps(training, unit, facts) if facts else (None, None)
     context = _mean_context(facts.step_lengths if facts else (spec.seq_length,), spec.sliding_window)
@@ -265,7 +352,7 @@ def make_plan(config: Config, world_size: int = 1, facts: DataFacts | None = Non
         micro_batches=tuple(micro_batches),
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        epochs=steps / steps_per_epoch if steps_per_epoch else None,
+        epochs=_epochs(steps, steps_per_epoch, facts, progress),
         last_batch_samples=last,
         tokens=tokens,
         targets=_total([m.targets for m in micro_batches]),
@@ -395,9 +482,14 @@ def _micro_batches(
 
 def _epoch_steps(training: TrainingConfig, unit: int, facts: DataFacts) -> tuple[int, int]:
     """Steps of one epoch, and the samples of its short last batch."""
-    full, last = divmod(facts.samples, training.global_batch_size)
-    short = training.last_batch == "use" and usable_samples(last, unit, training.remainder) > 0
-    return full + short, last
+    return len(_batch_sizes(training, unit, facts.samples)), facts.samples % training.global_batch_size
+
+
+def _epochs(steps: int, steps_per_epoch: int | None, facts: DataFacts | None, progress: Progress) -> float | None:
+    """Passes over the data: those behind the cursor, and those of the steps still to take."""
+    if not facts or not steps_per_epoch:
+        return None
+    return progress.consumed_samples / facts.samples + max(0, steps - progress.steps) / steps_per_epoch
 
 
 def _memory(config: Config, layout: Layout, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
@@ -469,6 +561,8 @@ def _notes(
         notes.append("loss_normalization micro_batch_mean: the step depends on how the batch is split.")
     if config.parallelism.data_parallel_shard < -1:
         notes.append("parallelism.data_parallel_shard: a negative value means all of data parallel; write -1.")
+    if "float16" in (config.model.compute_dtype, config.model.params_dtype):
+        notes.append("float16: small gradients vanish, since this version scales no loss; bfloat16 has the range.")
     if config.model.attention_dropout > 0:
         notes.append("attention_dropout > 0 runs the reference attention: slower, with a score matrix in memory.")
     if facts and last and training.last_batch == "use":

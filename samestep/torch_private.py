@@ -34,6 +34,12 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad, x)
 
 
+def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply every tensor in place by one number, in few kernels."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
 def graph_is_kept() -> bool:
     """Inside a backward: whether the caller asked for `retain_graph=True`.
 

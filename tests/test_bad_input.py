@@ -121,6 +121,18 @@ MISTAKES = {
     "unknown activation": ("  seq_length", "  hidden_act: tanh\n  seq_length", ["run.yaml:16", "silu", "fusedswiglu"]),
     "unknown dtype": ("float32", "float12", ["run.yaml:20", "bfloat16"]),
     "long warm-up": ("1e-3", "1e-3\n  warmup_steps: 3", ["run.yaml:12", "longer than the run", "2"]),
+    "experts": ("optimizer:", "parallelism: {expert_parallel: 2}\noptimizer:", ["run.yaml:8", "experts"]),
+    "two sources of validation data": (
+        "optimizer:",
+        "eval_dataset: {path: text.txt}\noptimizer:",
+        ["train_dataset.split", "eval_dataset.path"],
+    ),
+    "idle long_documents": (
+        "  split: tail",
+        "  long_documents: error",
+        ["run.yaml:14", "has no effect with `rows: cut`"],
+    ),
+    "idle vocab_size": ("type: char", "type: char\n  vocab_size: 99", ["run.yaml:4", "vocabulary of its text"]),
     "too large for this machine": ("hidden_size: 16", "hidden_size: 16000000", ["memory", "hidden_size"]),
     "bad yaml": ("training:", "training: [", ["not valid YAML"]),
     "tab": ("  steps: 2", "\tsteps: 2", ["run.yaml:5", "not valid YAML"]),
@@ -177,6 +189,12 @@ def test_bad_rows(name, file, tmp_path, cli):
 
 
 # ---- runs and checkpoints
+
+
+def test_a_monitored_name_that_is_none(file, cli):
+    refused(
+        cli("train", file, "monitor.train_state.local_norm=nothing"), "local_norm", "nothing", "embed_tokens.weight"
+    )
 
 
 def test_folder_of_another_run(file, tmp_path, cli):

@@ -27,6 +27,7 @@ ORDER_INSIDE = {
     "step": ("objective", "accumulate", "clip", "schedule", "optimizers", "update", "step"),
     "run": (
         "checkpoint",
+        "record",
         "loggers",
         "metrics",
         "monitor",
@@ -37,6 +38,7 @@ ORDER_INSIDE = {
         "evaluate",
         "generate",
         "setup",
+        "resume",
         "trainer",
     ),
     "ops": ("precision", "norm", "activation", "rope", "dropout", "attention", "cross_entropy", "gradient_sink"),
@@ -90,6 +92,18 @@ def test_private_torch_is_imported_in_one_file_only():
         if module.split(".")[0] == "torch" and any(part.startswith("_") for part in module.split("."))
     ]
     assert all(path.name == "torch_private.py" for path, _ in private), private
+
+
+def test_private_torch_is_used_in_one_file_only():
+    """`torch._name`, `torch.a._name` and `torch.ops`, wherever they stand."""
+    found = []
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                if private or ast.unparse(node).startswith("torch.ops."):
+                    found.append((path.name, ast.unparse(node)))
+    assert {name for name, _ in found} == {"torch_private.py"}, found
 
 
 def test_planning_needs_no_torch():

@@ -75,7 +75,7 @@ def test_a_run_is_as_long_as_asked(remainder, last_batch, epochs, tokens, tiny):
 
 
 def test_exact_fractions_of_epochs():
-    facts = DataFacts(30, 300, 300, (10,), (10,), 5, ())
+    facts = DataFacts(30, 300, 300, (10,), (10,), 5)
     for epochs, wanted in ((0.1, 3), (0.7, 21), (1.1, 33), (1e-9, 1)):
         assert run_length(TrainingConfig(epochs=epochs), 1, facts) == wanted
 

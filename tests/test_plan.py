@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from samestep.config.load import from_dict
-from samestep.config.schema import Config
+from samestep.config.schema import Config, TrainingConfig
 from samestep.errors import ConfigError
 from samestep.families import (
     ACTIVATIONS,
@@ -23,7 +27,18 @@ from samestep.model.decoder import Decoder
 from samestep.ops import Precision
 from samestep.ops.activation import ACTIVATION_MAP
 from samestep.ops.norm import get_norm_cls
-from samestep.plan import DataFacts, Layout, Plan, make_plan, resolve_layout, split_evenly, split_step, usable_samples
+from samestep.plan import (
+    DataFacts,
+    Layout,
+    Plan,
+    Progress,
+    make_plan,
+    resolve_layout,
+    run_length,
+    split_evenly,
+    split_step,
+    usable_samples,
+)
 
 MODEL = {
     "vocab_size": 100,
@@ -400,3 +415,69 @@ def test_names_are_those_of_the_operators():
 def test_plans_are_plain_values():
     one, two = (make_plan(batch_of(5, 2), 2, facts_of(50, 10, 4, 7, 1, 9)) for _ in range(2))
     assert isinstance(one, Plan) and one == two
+
+
+# ---- the length of a run
+
+
+def walked(training: TrainingConfig, unit: int, lengths: Callable[[int], np.ndarray], consumed: int, done: int) -> int:
+    """Steps until `tokens` or `epochs` are reached from a cursor on, batch by batch."""
+    samples, size = len(lengths(0)), training.global_batch_size
+    steps, tokens = 0, done
+    while True:
+        epoch, place = divmod(consumed, samples)
+        if training.epochs is not None and epoch >= training.epochs:
+            return steps
+        batch = lengths(epoch)[place : place + size]
+        consumed += len(batch)
+        if len(batch) < size and training.last_batch == "drop":
+            continue
+        used = len(batch) // unit * unit if training.remainder == "drop" else len(batch)
+        if training.tokens is not None and tokens >= training.tokens:
+            return steps
+        steps += used > 0
+        tokens += int(batch[:used].sum())
+
+
+@pytest.mark.parametrize("remainder", ["use", "drop"])
+@pytest.mark.parametrize("last_batch", ["use", "drop"])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("cursor", [0, 8, 29, 30, 75])
+def test_the_length_of_a_run_is_that_of_a_walk_through_its_batches(remainder, last_batch, equal, cursor):
+    def lengths(epoch: int) -> np.ndarray:
+        return np.full(30, 7) if equal else np.random.default_rng(epoch).permutation(np.arange(5, 35))
+
+    facts = DataFacts(30, 0, 0, (7,), (7,), 5, lengths)
+    for length in ({"tokens": 1}, {"tokens": 590}, {"tokens": 9000}, {"epochs": 1}, {"epochs": 4}):
+        for size, unit in ((4, 1), (4, 3), (7, 2), (30, 4), (1, 1)):
+            training = TrainingConfig(
+                global_batch_size=size, local_batch_size=unit, remainder=remainder, last_batch=last_batch, **length
+            )
+            progress = Progress(5, cursor, 7 * cursor)
+            wanted = 5 + walked(training, unit, lengths, cursor, 7 * cursor)
+            assert run_length(training, unit, facts, progress) == wanted, (length, size, unit)
+
+
+def test_a_part_of_an_epoch_after_another_batch_size():
+    facts = DataFacts(30, 300, 300, (10,), (10,), 5)
+    training = TrainingConfig(epochs=1.5, global_batch_size=4)  # 8 steps an epoch; half of one ends at sample 16
+    assert run_length(training, 1, facts) == 12
+    assert run_length(training, 1, facts, Progress(10, 20)) == 10 + 3 + 4
+    assert run_length(training, 1, facts, Progress(20, 31)) == 20 + 4
+    assert run_length(training, 1, facts, Progress(24, 46)) == 24
+    assert run_length(training, 1, facts, Progress(99, 75)) == 99
+
+
+@pytest.mark.parametrize("last_batch", ["use", "drop"])
+def test_two_billion_tokens_are_counted_at_once(last_batch):
+    lengths = np.full(10_001, 16)
+    facts = DataFacts(10_001, 160_016, 160_016, (16,), (16,), 5, lambda epoch: lengths)
+    training = TrainingConfig(tokens=2 * 10**9, global_batch_size=2, last_batch=last_batch)
+    start = time.perf_counter()
+    steps = run_length(training, 1, facts)
+    assert time.perf_counter() - start < 1
+    if last_batch == "drop":
+        assert steps == 2 * 10**9 // 32
+    else:
+        whole, left = divmod(2 * 10**9, 160_016)
+        assert steps == whole * 5001 + math.ceil(left / 32)

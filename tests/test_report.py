@@ -120,6 +120,49 @@ def test_no_run_and_no_step(content, tmp_path, cli):
         assert "No step has been taken yet" in (tmp_path / "report.html").read_text()
 
 
+BROKEN = {
+    "garbage": "hello",
+    "a list": "[1]",
+    "no step": '{"loss": 1}',
+    "a step in words": '{"step": "a", "loss": 1}',
+    "a loss in words": '{"step": 2, "loss": "x"}',
+    "a validation loss in words": '{"step": 2, "eval_loss": "x"}',
+    "no text": "\udcff",
+    "too deep": "[" * 100_000,
+    "too large": '{"step": 2, "loss": 1' + "0" * 400 + "}",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN.values(), ids=BROKEN.keys())
+def test_broken_lines_are_left_out_and_noted(line, tmp_path, cli):
+    good = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": Infinity}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(f"{good}{line}\n{good}".encode("utf-8", "surrogateescape"))
+    (tmp_path / "events.jsonl").write_text('{"event": "resume"}\n{"step": 1}\nx\n')
+    run = read_run(tmp_path, "run")
+    assert run.steps.tolist() == [1, 2, 1, 2]
+    assert run.columns["loss"][0] == 2.0 and np.isnan(run.columns["loss"][1])
+    assert run.events == []
+    assert [note.partition(" is")[0] for note in run.notes] == [
+        "metrics.jsonl line 3", "events.jsonl line 1", "events.jsonl line 2", "events.jsonl line 3",
+    ]  # fmt: skip
+    if report.can_draw():
+        assert cli("report", tmp_path)[0] == 0
+        assert "metrics.jsonl line 3 is left out" in (tmp_path / "report.html").read_text()
+
+
+def test_broken_files_are_left_out_and_many_lines_are_counted(tmp_path, cli):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n' + "x\n" * 9)
+    for name, text in (("plan.json", "["), ("config.resolved.yaml", "a: [")):
+        (tmp_path / name).write_text(text)
+    run = read_run(tmp_path, "run")
+    assert (run.plan, run.config, len(run.notes)) == (None, None, 5 + 1 + 2)
+    assert "metrics.jsonl: 4 more lines are left out" in run.notes
+    if report.can_draw():
+        assert cli("report", tmp_path)[0] == 0
+        (tmp_path / "plan.json").write_text('{"steps": 3, "micro_batches": [1]}')
+        assert cli("report", tmp_path, tmp_path, "-o", tmp_path / "x.html")[0] == 0
+
+
 def test_without_bokeh_the_message_names_the_extra(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", 3)
     monkeypatch.setattr(report, "can_draw", lambda: False)

@@ -84,7 +84,7 @@ def test_run_folder(tiny, tmp_path):
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert {path.name for path in folder.iterdir()} == {
         "config.resolved.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "tokenizer.json", "tensorboard",
-        "checkpoints",
+        "checkpoints", "run.json",
     }  # fmt: skip
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000008"]
     assert len(events(folder, "checkpoint")) == 1
@@ -136,7 +136,9 @@ def test_skips_are_recorded_and_three_in_a_row_end_the_run(tiny, tmp_path):
     assert "NaN" not in (folder / "metrics.jsonl").read_text()
     assert [row["lr"] for row in rows(folder)][2:4] == [5e-3, 1e-2]  # the skipped step did not move the schedule
     saved = checkpoint.load(checkpoint.newest(folder / "checkpoints")[0])
-    assert saved.state["run"] == {"step": 6, "updates": 2, "consumed_samples": 36, "skipped": 4, "consecutive_skips": 3}
+    assert saved.state["run"] == {
+        "step": 6, "updates": 2, "consumed_samples": 36, "tokens": 576, "skipped": 4, "consecutive_skips": 3,
+    }  # fmt: skip
     assert {float(t) for name, t in saved.optimizer.items() if name.startswith("step.")} == {2.0}
 
 
@@ -167,8 +169,9 @@ KILL_POINTS = {
     "after_a_step_is_written": ("samestep.run.metrics", "Metrics.step", 5),
     "while_the_optimizer_file_is_written": ("samestep.run.checkpoint", "_save_tensors", 4),
     "before_the_marker": ("samestep.run.checkpoint", "_inventory", 2),
-    "before_the_rename": ("samestep.run.checkpoint", "_sync_folder", 3),
-    "after_the_rename": ("samestep.run.checkpoint", "_sync_folder", 4),
+    "before_the_rename": ("samestep.run.checkpoint", "_sync_folder", 4),
+    "after_the_rename": ("samestep.run.checkpoint", "_sync_folder", 5),
+    "before_the_configuration": ("samestep.run.trainer", "write_record", 1),
     "before_any_checkpoint": ("samestep.run.metrics", "Metrics.step", 1),
 }
 
@@ -412,14 +415,15 @@ def test_memory_does_not_grow_with_accumulation(tiny, workers):
         "model.num_hidden_layers=3",
     )
     size += (
-        "training.steps=3",
         "lr_scheduler.warmup_steps=0",
         "train_dataset.split=null",
         "checkpoint.enable_save=false",
     )
 
     def peak(name, local, whole):
+        # The same samples for all: the allocator's fragments grow with the number of passes.
         batch = (f"training.local_batch_size={local}", f"training.global_batch_size={whole}")
+        batch += (f"training.steps={64 // whole}",)
         config = tiny(*size, *batch)
         config = config.model_copy(update={"output_dir": f"{config.output_dir}-{name}"})
         process = workers.Process(target=train_quietly, args=(config,))
@@ -428,7 +432,10 @@ def test_memory_does_not_grow_with_accumulation(tiny, workers):
         assert process.exitcode == 0
         return max(json.loads(line)["peak_memory_bytes"] for line in open(f"{config.output_dir}/metrics.jsonl"))
 
-    two, sixteen, wide = peak("two", 1, 2), peak("sixteen", 1, 16), peak("wide", 16, 16)
+    # The C allocator adds up to a tenth at random, never takes away: the least of three runs is the figure.
+    two = min(peak(f"two-{i}", 4, 8) for i in range(3))
+    sixteen = min(peak(f"sixteen-{i}", 4, 64) for i in range(3))
+    wide = peak("wide", 64, 64)
     assert sixteen <= 1.05 * two
     assert wide > 1.5 * two
 

@@ -329,6 +329,25 @@ def test_accumulation_is_wider_than_storage(tiny):
     assert {gradient.dtype for gradient in seen.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "Lion", "Muon"])
+@pytest.mark.parametrize(
+    ("storage", "sums"),
+    [("float32", "float64"), ("bfloat16", "float64"), ("float64", "float32"), ("float64", "float64")],
+)
+def test_sums_may_be_wider_or_narrower_than_storage(tiny, kind, storage, sums):
+    """One update with such sums is that of float32 sums up to rounding."""
+
+    def updated(storage, sums):
+        dtypes = (f"model.params_dtype={storage}", f"model.gradient_dtype={sums}")
+        setting = Setting(tiny(*dtypes, f"optimizer.type={kind}", "lr_scheduler.warmup_steps=0"))
+        seen = {}
+        assert setting.step(setting.batches(), on_gradients=seen.update).skipped is None
+        assert {str(gradient.dtype) for gradient in seen.values()} == {f"torch.{sums}"}
+        return {name: setting.step.updater.trained(name).detach().double() for name in seen}
+
+    assert_close(updated(storage, sums), updated("bfloat16" if storage == "bfloat16" else "float32", "float32"), 1e-3)
+
+
 # ---- groups and schedules
 
 

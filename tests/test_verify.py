@@ -10,6 +10,7 @@ from samestep.config.load import load
 from samestep.data.dataset import load_data
 from samestep.errors import ConfigError
 from samestep.run import setup
+from samestep.step.update import Updater
 from samestep.verify import parity
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -120,7 +121,35 @@ def test_a_skip_that_touches_weights_is_found(tiny, monkeypatch):
 
     monkeypatch.setattr(parity, "build_step", build)
     report = parity.run(tiny(), layouts=parity.parse_layouts("ga=2"), cases=["all_empty"])
-    assert "a skipped step changed the weights" in report.comparisons[0].failures
+    assert "a step without targets changed 1 tensors: weight.norm.weight" in report.comparisons[0].failures
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_step_without_targets_that_decays_the_moments_is_found(tiny, monkeypatch, dtype):
+    original = Updater.apply
+
+    def never_skips(updater, gradients, coefficient, skip):
+        original(updater, gradients, coefficient, torch.zeros_like(skip))
+
+    monkeypatch.setattr(Updater, "apply", never_skips)
+    config = tiny("optimizer.weight_decay=0")
+    (comparison,) = parity.run(
+        config, layouts=parity.parse_layouts("ga=2"), cases=["all_empty"], dtype=dtype
+    ).comparisons
+    assert any("without targets changed" in failure for failure in comparison.failures)
+
+
+@pytest.mark.parametrize("settings", [(), ("optimizer.matched_adamw_rms=1.0",), ("optimizer.ns_steps=8",)])
+def test_muon_is_judged_by_its_own_rounding(tiny, settings):
+    report = parity.run(
+        tiny("optimizer.type=Muon", *settings), layouts=parity.parse_layouts("ga=3"), cases=["even"], dtype="float32"
+    )
+    assert report.passed, [c.failures for c in report.comparisons]
+
+
+def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
+    report = parity.run(tiny("model.compute_dtype=float64"), layouts=parity.parse_layouts("ga=3"), cases=["even"])
+    assert report.passed, [c.failures for c in report.comparisons]
 
 
 @pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=2", "packed+tp=2", "", "ga"])

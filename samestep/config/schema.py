@@ -6,7 +6,7 @@ MindFormers PyNative file, so that such a file runs unchanged; `foreign.py` list
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
@@ -53,6 +53,12 @@ class TokenizerConfig(Section):
                 "type is `file`, but no file is named",
                 field="tokenizer.path",
                 fix="write `path: FOLDER/tokenizer.json`",
+            )
+        if self.type in ("char", "file") and self.vocab_size != type(self).model_fields["vocab_size"].default:
+            raise ConfigError(
+                f"a `{self.type}` tokenizer has the vocabulary of its {'text' if self.type == 'char' else 'file'}",
+                field="tokenizer.vocab_size",
+                fix="remove it, or write `type: bpe`",
             )
         if self.type in ("char", "bpe") and self.path is not None:
             raise ConfigError(
@@ -175,6 +181,16 @@ class DatasetConfig(Section):
     """A document longer than `model.seq_length`: split it, keep its start, or refuse it."""
     targets: Literal["all", "assistant"] = "all"
     """Which turns of a chat are targets; `completion` and `output` count as the assistant's."""
+
+    @model_validator(mode="after")
+    def _long_documents_fit_rows(self) -> Self:
+        if self.rows == "cut" and self.long_documents != "split":
+            raise ConfigError(
+                f"`{self.long_documents}` has no effect with `rows: cut`, which cuts the joined text",
+                field=f"{'train' if isinstance(self, TrainDatasetConfig) else 'eval'}_dataset.long_documents",
+                fix="remove it, or write rows: documents or pack_documents",
+            )
+        return self
 
 
 class TrainDatasetConfig(DatasetConfig):
@@ -495,3 +511,13 @@ class Config(Section):
     """Time and memory traces."""
     callbacks: list[Any] = []  # noqa: RUF012 (pydantic copies it)
     """Registered callbacks."""
+
+    @model_validator(mode="after")
+    def _one_source_of_validation_data(self) -> Config:
+        if self.eval_dataset.path is not None and self.train_dataset.split is not None:
+            raise ConfigError(
+                "validation data comes from eval_dataset.path, so nothing would be split off the training data",
+                field="train_dataset.split",
+                fix="remove train_dataset.split, or eval_dataset.path",
+            )
+        return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from samestep.config.schema import Config
@@ -81,27 +80,13 @@ def make_order(config: Config, data: Data) -> GlobalOrder:
     )
 
 
-@dataclass(frozen=True)
-class BatchLengths:
-    """Lengths of the samples of each global batch, in order and without end; a new iteration begins at the start."""
-
-    config: Config
-    data: Data
-
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        order, lengths, consumed = make_order(self.config, self.data), self.data.train.lengths(), 0
-        while True:
-            samples = order.next(consumed)
-            consumed = samples.consumed
-            yield lengths[samples.rows].tolist()
-
-
 def data_facts(config: Config, data: Data) -> DataFacts:
     """What the plan wants to know; the first global batch stands for all."""
     lengths, targets = data.train.lengths(), data.train.targets()
     size = min(config.training.global_batch_size, len(data.train))
-    epoch = GlobalOrder(len(data.train), size, config.training.seed, shuffle=config.train_dataset.shuffle)
-    first = epoch.next(0).rows
+    seed, shuffle = config.training.seed, config.train_dataset.shuffle
+    first = GlobalOrder(len(data.train), size, seed, shuffle=shuffle).next(0).rows
+    epochs = GlobalOrder(len(data.train), len(data.train), seed, shuffle=shuffle)
     return DataFacts(
         samples=len(data.train),
         tokens=int(lengths.sum()),
@@ -109,5 +94,5 @@ def data_facts(config: Config, data: Data) -> DataFacts:
         step_lengths=tuple(int(n) for n in lengths[first]),
         step_targets=tuple(int(n) for n in targets[first]),
         vocab_size=data.tokenizer.vocab_size,
-        batch_lengths=BatchLengths(config, data),
+        epoch_lengths=lambda epoch: lengths[epochs.next(epoch * len(lengths)).rows],
     )

@@ -73,10 +73,6 @@ class GlobalOrder:
             self._cached = (epoch, rows)
         return self._cached[1]
 
-    def steps_per_epoch(self) -> int:
-        full, rest = divmod(self._count, self._batch_size)
-        return full + (1 if rest and not self._drop_last else 0)
-
     def next(self, consumed: int) -> StepSamples:
         """The global batch that starts at the cursor `consumed`."""
         epoch, start = divmod(consumed, self._count)

@@ -33,7 +33,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the largest id.
-        end_id: id appended to every document.
+        end_id: id appended to every document; `end_token` is its text.
     """
 
     def __init__(self, hub: HubTokenizer, end_token: str | None = None):
@@ -42,6 +42,7 @@ class Tokenizer:
         self._hub.no_truncation()
         self._hub.no_padding()
         self.end_id = self._find_end(end_token)
+        self.end_token = hub.id_to_token(self.end_id)
         self.vocab_size = max(hub.get_vocab(with_added_tokens=True).values()) + 1
         self._character_ids = _character_ids(hub)
         self._cuttable = _is_cuttable(hub)

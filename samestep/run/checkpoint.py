@@ -1,23 +1,15 @@
-"""Checkpoints: a directory is complete or does not exist.
+"""Checkpoints: a directory is complete or does not exist. docs/checkpoints.md lists its files.
 
-    step-00000010/
-      model.safetensors       weights, as stored
-      optimizer.safetensors   moments, step counts and float32 masters
-      state.json              counters, cursor, random states, size of metrics.jsonl
-      config.resolved.yaml    tokenizer.json
-      complete.json           size and SHA-256 of every other file; written last
-
-All is written under a temporary name, flushed to disk, then renamed. `best.json` beside them names the checkpoint with
-the lowest validation loss (`checkpoint.keep_best`). Nothing is ever unpickled.
+All is written under a temporary name, flushed to disk, then renamed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -33,7 +25,8 @@ from samestep.errors import CheckpointError
 
 MARKER = "complete.json"
 BEST_FILE = "best.json"
-FORMAT = 1
+STATE_FILE = "state.json"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,11 @@ class Checkpoint:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def is_step_folder(folder: Path) -> bool:
+    """Whether a folder is called as checkpoints are; abandoned ones are not."""
+    return re.fullmatch(r"step-\d{8,}", folder.name) is not None
 
 
 def save(
@@ -90,7 +88,7 @@ def save(
         _save_tensors(temporary / "model.safetensors", model)
         if optimizer is not None:
             _save_tensors(temporary / "optimizer.safetensors", optimizer)
-        _write_text(temporary / "state.json", json.dumps({"format": FORMAT, **state}, allow_nan=False))
+        _write_text(temporary / STATE_FILE, json.dumps({"format": FORMAT, **state}, allow_nan=False))
         for name, text in texts.items():
             _write_text(temporary / name, text)
         _write_text(temporary / MARKER, json.dumps(_inventory(temporary), indent=1))
@@ -106,11 +104,32 @@ def save(
             f"{final} could not be written: {error}\n  fix: free disk space or set checkpoint.save_path; "
             "older checkpoints are untouched"
         ) from error
-    kept = folder_name(best.step) if best else None
+    kept = {final.name, folder_name(best.step)} if best else {final.name}
     for old in complete_folders(root)[:-keep]:
-        if old.name != kept:
+        if old.name not in kept:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def abandon_after(root: Path, step: int) -> list[Path]:
+    """Take checkpoints with a greater step out of the way of a run that goes on from `step`: `step-00000010` becomes
+    `step-00000010.abandoned`, which is never read or deleted. Returns the new paths.
+
+    The newest goes first: a kill in between leaves a shorter run that is whole.
+    """
+    moved = []
+    for folder in reversed(step_folders(root)):
+        if _step_of(folder) <= step:
+            break
+        target, number = root / f"{folder.name}.abandoned", 1
+        while target.exists():
+            number += 1
+            target = root / f"{folder.name}.abandoned-{number}"
+        folder.rename(target)
+        moved.append(target)
+    if moved:
+        _sync_folder(root)
+    return moved
 
 
 def write_best(root: Path, best: Best | None) -> None:
@@ -119,10 +138,15 @@ def write_best(root: Path, best: Best | None) -> None:
     if best is None or not (root / folder_name(best.step)).is_dir():
         file.unlink(missing_ok=True)
         return
-    temporary = root / f".writing-{BEST_FILE}"
-    _write_text(temporary, json.dumps({**asdict(best), "checkpoint": folder_name(best.step)}, allow_nan=False))
+    replace_file(file, json.dumps({**asdict(best), "checkpoint": folder_name(best.step)}, allow_nan=False))
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file, at once or not at all."""
+    temporary = file.with_name(f".writing-{file.name}")
+    _write_text(temporary, text)
     temporary.replace(file)
-    _sync_folder(root)
+    _sync_folder(file.parent)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -159,9 +183,26 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def step_folders(root: Path) -> list[Path]:
+    """Folders called as checkpoints are, oldest first, whatever is in them."""
+    return sorted(filter(is_step_folder, root.glob("step-*")), key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete_folders(root: Path) -> list[Path]:
     """Checkpoints with a marker, oldest first."""
-    return sorted(path.parent for path in root.glob(f"step-*/{MARKER}"))
+    return [folder for folder in step_folders(root) if (folder / MARKER).is_file()]
+
+
+def run_id(folder: Path) -> str | None:
+    """Id of the run that wrote a checkpoint; None where it cannot be read."""
+    try:
+        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8")).get("run_id")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def defect(folder: Path) -> str | None:
@@ -184,7 +225,7 @@ def defect(folder: Path) -> str | None:
 def newest(root: Path) -> tuple[Path | None, list[str]]:
     """The newest usable checkpoint under `root`, and why newer ones were passed over."""
     skipped: list[str] = []
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    for folder in reversed(step_folders(root)):
         problem = defect(folder)
         if problem is None:
             return folder, skipped
@@ -203,7 +244,7 @@ def load(folder: Path, *, need_optimizer: bool = True) -> Checkpoint:
     problem = defect(folder)
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}")
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise CheckpointError(f"{folder}: has format {state['format']}, but this version reads {FORMAT}")
     optimizer_file = folder / "optimizer.safetensors"
@@ -227,15 +268,25 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Take over what `random_states` gave."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numpy_state = states["numpy"]
-    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-    torch.set_rng_state(_bytes_tensor(states["torch"]))
-    with contextlib.suppress(KeyError):
-        torch.cuda.set_rng_state_all([_bytes_tensor(state) for state in states["cuda"]])
+    """Take over what `random_states` gave; states of devices that are not here are passed over.
+
+    Raises:
+        CheckpointError: another version of Python, NumPy or PyTorch wrote states that do not fit this one.
+    """
+    try:
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
+        numpy_state = states["numpy"]
+        key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+        np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+        torch.set_rng_state(_bytes_tensor(states["torch"]))
+        for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", []), strict=False):
+            torch.cuda.set_rng_state(_bytes_tensor(state), device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the states of the random generators do not fit this machine: {error}\n"
+            "  fix: resume with the versions of Python, NumPy and PyTorch that wrote the checkpoint"
+        ) from error
 
 
 def _bytes_tensor(text: str) -> torch.Tensor:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from samestep.errors import CheckpointError
 from samestep.run.loggers import Logger, finite_only
 from samestep.step.step import StepReport
 
@@ -61,7 +62,9 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("ab+", buffering=0)
+        if self._file.seek(0, os.SEEK_END) and not _ends_line(self._file, self._file.tell()):
+            self._file.write(b"\n")  # a kill left half a line, which the next one must not join
 
     def write(self, **values: Any) -> None:
         self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
@@ -73,6 +76,49 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_line(file: IO[bytes], size: int) -> bool:
+    file.seek(size - 1)
+    return file.read(1) == b"\n"
+
+
+def _last_line(file: IO[bytes], size: int) -> bytes:
+    """The last line of the first `size` bytes, with its line end if it has one."""
+    start, tail = size, b""
+    while start and b"\n" not in tail[:-1]:
+        start = max(0, start - 2**16)
+        file.seek(start)
+        tail = file.read(size - start)
+    return tail[tail[:-1].rfind(b"\n") + 1 :]
+
+
+def check_cut(path: Path, size: int, step: int) -> None:
+    """The file can be cut back to `size` bytes: a row of `step` ends there.
+
+    Raises:
+        CheckpointError: it is shorter, or other rows were written meanwhile.
+    """
+    if size == 0:
+        return
+    fix = "restore it, or go on in another output_dir with --resume PATH of the checkpoint"
+    found = path.stat().st_size if path.exists() else 0
+    if found < size:
+        raise CheckpointError(
+            f"{path} has {found} bytes, but had {size} when the checkpoint of step {step} was saved: rows are missing\n"
+            f"  fix: {fix}"
+        )
+    with path.open("rb") as file:
+        last = _last_line(file, size)
+    try:
+        is_row = last.endswith(b"\n") and json.loads(last)["step"] == step
+    except (ValueError, KeyError, TypeError):
+        is_row = False
+    if not is_row:
+        raise CheckpointError(
+            f"{path}: no row of step {step} ends at byte {size}, where the checkpoint of that step was saved: the rows "
+            f"are of another course of the run, or were edited\n  fix: {fix}"
+        )
 
 
 def cut_back(path: Path, size: int, lost: Path) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from samestep.config.schema import TrainStateConfig
 from samestep.data.batch import Batch
+from samestep.errors import ConfigError
 from samestep.step.clip import global_norm
 from samestep.step.objective import Objective
 
@@ -35,6 +36,12 @@ class StepMonitor:
         self.active = bool(settings.local_loss or settings.device_loss or settings.device_norm or settings.local_norm)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._watched = chosen(parameters, settings.local_norm)
+        if settings.local_norm and not self._watched:
+            raise ConfigError(
+                f"no trained parameter's name contains {settings.local_norm!r}",
+                field="monitor.train_state.local_norm",
+                fix=f"write true, or a part of a name such as {next(iter(parameters))}",
+            )
         for name in self._watched:
             parameters[name].register_hook(self._watcher(name))
         self.begin(())

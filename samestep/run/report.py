@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from samestep.errors import ConfigError
 from samestep.run.loggers import installed
 from samestep.run.progress import amount, mebibytes
+from samestep.run.record import CONFIG_FILE, METRICS_FILE
 
 REPORT_FILE = "report.html"
 PLAN_FILE = "plan.json"
-CONFIG_FILE = "config.resolved.yaml"
 
 COLUMNS = ("loss", "grad_norm", "clip_coefficient", "lr", "tokens_per_second", "peak_memory_bytes", "tokens")
 COLORS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#8c6d31", "#17becf", "#555555")
@@ -30,6 +31,8 @@ POINTS = 2400
 """Points of a curve, shared by the runs of a page: about as many as a screen has columns."""
 MARKS = 600
 """Marks of one kind for each run."""
+NOTES = 5
+"""Lines of one file that are named as left out; the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Run:
         columns: name -> float64 [steps], NaN where there is no number; `step` and `skipped` are whole.
         evaluations: step and loss, float64 [evaluations].
         plan, config: None where the folder has none.
+        notes: what of its files could not be read.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Run:
     events: list[dict[str, Any]]
     plan: dict[str, Any] | None
     config: str | None
+    notes: list[str]
 
     @property
     def steps(self) -> np.ndarray:
@@ -88,41 +93,105 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read a run folder; a run that is still going on, or has no step yet, is fine.
+    """Read a run folder; a run that is still going on, or has no step yet, is fine. What is damaged is left out and
+    noted.
 
     Raises:
         ConfigError: it holds no `metrics.jsonl`.
     """
-    file = folder / "metrics.jsonl"
+    notes: list[str] = []
+    file = folder / METRICS_FILE
     if not file.is_file():
         raise ConfigError(f"{folder} holds no run: there is no metrics.jsonl", fix="name a folder that `train` wrote")
-    rows = _json_lines(file)
+    rows = _json_lines(file, _metrics_defect, notes)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
     columns = {column: _numbers(steps, column) for column in COLUMNS}
     columns["step"] = np.array([row["step"] for row in steps], dtype=np.int64)
     columns["skipped"] = np.array([bool(row.get("skipped")) for row in steps], dtype=bool)
-    plan, config = folder / PLAN_FILE, folder / CONFIG_FILE
     return Run(
         name,
         columns,
         (_numbers(evaluations, "step"), _numbers(evaluations, "eval_loss")),
-        _json_lines(folder / "events.jsonl"),
-        json.loads(plan.read_text(encoding="utf-8")) if plan.is_file() else None,
-        config.read_text(encoding="utf-8") if config.is_file() else None,
+        _json_lines(folder / "events.jsonl", _event_defect, notes),
+        _plan(folder / PLAN_FILE, notes),
+        _config(folder / CONFIG_FILE, notes),
+        notes,
     )
 
 
-def _json_lines(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file; the last line may be half written."""
+def _json_lines(file: Path, defect: Callable[[dict[str, Any]], str | None], notes: list[str]) -> list[dict[str, Any]]:
+    """Rows of a file, without those that are defective, which are noted; the last line may be half written."""
     if not file.is_file():
         return []
-    lines = file.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows, problems = [], []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            problem = defect(row) if isinstance(row, dict) else "no JSON object"
+        except (ValueError, RecursionError):
+            problem = "no JSON"
+        if problem is None:
+            rows.append(row)
+        else:
+            problems.append(f"{file.name} line {number} is left out: {problem}")
+    notes += problems[:NOTES]
+    if len(problems) > NOTES:
+        notes.append(f"{file.name}: {len(problems) - NOTES} more lines are left out")
+    return rows
+
+
+def _metrics_defect(row: dict[str, Any]) -> str | None:
+    wrong = next((name for name in (*COLUMNS, "eval_loss") if not _is_number(row.get(name))), None)
+    return _step_defect(row) or (f"{wrong} is no number" if wrong else None)
+
+
+def _event_defect(row: dict[str, Any]) -> str | None:
+    return _step_defect(row) or (None if isinstance(row.get("event"), str) else "event is no text")
+
+
+def _step_defect(row: dict[str, Any]) -> str | None:
+    step = row.get("step")
+    return None if type(step) is int and 0 <= step < 2**53 else "step is no whole number"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def _plan(file: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+        micro_batches = plan["micro_batches"]
+        if isinstance(plan["steps"], int) and all(isinstance(row, dict) for row in micro_batches):
+            return plan
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    notes.append(f"{file.name} is left out: it is no plan")
+    return None
+
+
+def _config(file: Path, notes: list[str]) -> str | None:
+    if not file.is_file():
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        if isinstance(YAML(typ="safe", pure=True).load(text), dict):
+            return text
+    except (OSError, ValueError, YAMLError):
+        pass
+    notes.append(f"{file.name} is left out: it is no configuration")
+    return None
 
 
 def _numbers(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], dtype=np.float64)
+    """float64 [rows], NaN where there is no finite number."""
+    values = np.array([np.nan if row.get(name) is None else row[name] for row in rows], dtype=np.float64)
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -349,7 +418,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4; }
 th { font-weight: 600; } .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; }
 pre { background: #f6f6f6; padding: 10px; overflow-x: auto; font-size: 13px; }
-summary { cursor: pointer; margin: 6px 0; }
+summary { cursor: pointer; margin: 6px 0; } .note { color: #a04000; margin: 4px 0; }
 """
 
 
@@ -376,6 +445,7 @@ def _page(runs: Sequence[Run]) -> str:
 <body>
 <h1>{title}</h1>
 {_summary(runs)}
+{_notes(runs)}
 {plots}
 {_differences(runs)}
 {"".join(_details(run, len(runs) > 1) for run in runs)}
@@ -400,6 +470,12 @@ def _summary(runs: Sequence[Run]) -> str:
         rows.append([swatch + html.escape(run.name), *_key_numbers(run)])
     head = ("run", "steps", "loss", "validation", "best", "tokens", "tokens / s", "memory", "clipped", "skipped")
     return f'<div class="numbers">{_table(head, rows)}</div>'
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    """What could not be read."""
+    texts = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    return "".join(f'<p class="note">{html.escape(text)}</p>' for text in texts)
 
 
 def _key_numbers(run: Run) -> list[str]:

@@ -24,12 +24,12 @@ from samestep.ops import Precision, random_key
 from samestep.ops.gradient_sink import GradientSink
 from samestep.plan import split_step, usable_samples
 from samestep.run import checkpoint
+from samestep.run.record import CONFIG_FILE
 from samestep.step.objective import DecoderObjective
 from samestep.step.schedule import make_schedule
 from samestep.step.step import TrainStep
 from samestep.step.update import Updater
 
-CONFIG_FILE = "config.resolved.yaml"
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -109,25 +109,36 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     Raises:
         CheckpointError: no complete checkpoint, or one of another shape.
     """
-    path: Path | None = folder
-    if not (folder / checkpoint.MARKER).is_file():
-        root = folder / "checkpoints"
-        if (folder / CONFIG_FILE).is_file():
-            save_path = load_config(folder / CONFIG_FILE).config.checkpoint.save_path
-            root = Path(save_path) if save_path else root
-        path, problems = checkpoint.newest(root)
-        if path is None:
-            detail = "".join(f"\n  {problem}" for problem in problems)
-            raise CheckpointError(
-                f"{folder}: no complete checkpoint in {root}{detail}\n  fix: name the folder of a run"
-            )
-    assert path is not None
+    is_checkpoint = checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file()
+    path = folder if is_checkpoint else newest_checkpoint(folder)[0]
     loaded = checkpoint.load(path, need_optimizer=False)
     config = load_config(path / CONFIG_FILE, overrides).config
-    tokenizer = load_tokenizer(path / TOKENIZER_FILE, config.tokenizer.end_token)
+    tokenizer = kept_tokenizer(loaded)
     model = Decoder(resolve_model(config.model, tokenizer.vocab_size), Precision.from_config(config.model))
     load_weights(model, loaded)
     return OpenedRun(config, tokenizer, model.to(choose_device()), loaded.state["run"]["step"], path)
+
+
+def newest_checkpoint(run: Path) -> tuple[Path, list[str]]:
+    """The newest usable checkpoint of a run folder, and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = run / "checkpoints"
+    if (run / CONFIG_FILE).is_file():
+        save_path = load_config(run / CONFIG_FILE).config.checkpoint.save_path
+        root = Path(save_path) if save_path else root
+    path, problems = checkpoint.newest(root)
+    if path is None:
+        detail = "".join(f"\n  {problem}" for problem in problems)
+        raise CheckpointError(f"{run}: no complete checkpoint in {root}{detail}\n  fix: name the folder of a run")
+    return path, problems
+
+
+def kept_tokenizer(loaded: checkpoint.Checkpoint) -> Tokenizer:
+    """The tokenizer of a run. Its `tokenizer.json` does not tell which token ends a document; the state does."""
+    return load_tokenizer(loaded.path / TOKENIZER_FILE, loaded.state["end_token"])
 
 
 def load_weights(model: Decoder, loaded: checkpoint.Checkpoint) -> None:

@@ -19,25 +19,26 @@ from samestep.config.load import dump
 from samestep.config.schema import Config
 from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
-from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError, ConfigError, TrainingError
-from samestep.plan import in_steps, make_plan
+from samestep.plan import Progress, in_steps, make_plan
 from samestep.run import checkpoint
 from samestep.run.evaluate import evaluate
 from samestep.run.loggers import check_packages, make_loggers
-from samestep.run.metrics import Metrics, cut_back
+from samestep.run.metrics import Metrics, check_cut, cut_back
 from samestep.run.monitor import StepMonitor
 from samestep.run.preflight import check_folder, check_memory, checkpoint_bytes
 from samestep.run.profile import StepProfiler
 from samestep.run.progress import Display, number, show_plan
+from samestep.run.record import CONFIG_FILE, METRICS_FILE, record_of, write_record
 from samestep.run.report import PLAN_FILE, REPORT_FILE, can_draw, write_report
+from samestep.run.resume import check_settings, find_checkpoint, fixed_settings
 from samestep.run.setup import (
-    CONFIG_FILE,
     TOKENIZER_FILE,
     build_model,
     build_step,
     choose_device,
     describe_machine,
+    kept_tokenizer,
     load_weights,
     micro_batches,
 )
@@ -52,12 +53,14 @@ class RunState:
         step: global batches consumed.
         updates: steps that were not skipped.
         consumed_samples: the cursor of the data.
+        tokens: of the batches of all steps.
         consecutive_skips: skipped steps since the last update.
     """
 
     step: int = 0
     updates: int = 0
     consumed_samples: int = 0
+    tokens: int = 0
     skipped: int = 0
     consecutive_skips: int = 0
 
@@ -105,12 +108,12 @@ class Trainer:
 
     Args:
         resume: `none` (refuse a folder that holds a run), `auto` (go on from the newest complete checkpoint, or begin
-            where there is none), or the path of a checkpoint.
+            where there is none), or the path of a checkpoint, or of a run folder for its newest one.
         listeners: told of every event.
         warnings: what loading the configuration had to say.
 
     Raises:
-        ConfigError, DataError, CheckpointError: before anything slow, with what to do.
+        ConfigError, DataError, CheckpointError: before anything slow and before any file is touched, with what to do.
     """
 
     def __init__(
@@ -123,61 +126,64 @@ class Trainer:
         self.best: checkpoint.Best | None = None
         self.stop_signal: signal.Signals | None = None
         check_packages(config.monitor)
-        self.last_checkpoint, passed_over = self._find_checkpoint(resume)
+        root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
+        self.last_checkpoint, passed_over = find_checkpoint(resume, self.folder, self.checkpoints, root_field)
         loaded = checkpoint.load(self.last_checkpoint) if self.last_checkpoint else None
+        self.record = record_of(self.folder, self.checkpoints, loaded)
+        if loaded:
+            self._check_records(loaded)
         self.device = choose_device()
         self.profiler = StepProfiler(config.profiler, self.folder / "profile", self.device)
         torch.use_deterministic_algorithms(config.training.deterministic)
-        self.data = load_data(config, self._kept_tokenizer(loaded))
+        self.data = load_data(config, kept_tokenizer(loaded) if loaded else None)
         self._check_best()
-        self.plan = make_plan(config, 1, data_facts(config, self.data))
-        self._check_machine()
+        if loaded:
+            self._check_data(loaded)
+        progress = Progress(self.state.step, self.state.consumed_samples, self.state.tokens)
+        self.plan = make_plan(config, 1, data_facts(config, self.data), progress)
+        self._check_machine(root_field)
         self.display = Display(self.plan.steps, config.monitor.log_interval)
         self.order = make_order(config, self.data)
         self.model = build_model(config, self.data.tokenizer.vocab_size).to(self.device)
         self.step = build_step(in_steps(config, self.plan.steps), self.model)
         self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective)
         if loaded:
-            self._load_weights(loaded)
-        lost = self._open_folder(loaded)
+            load_weights(self.model, loaded)
+            self.step.updater.load_state(loaded.optimizer, self.state.updates)
+            checkpoint.set_random_states(loaded.state["random"])
+        abandoned, lost = self._open_folder(loaded)
         flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1)
         loggers = make_loggers(config, self.folder)
         self.metrics = Metrics(self.folder, self.device, flops_per_token, loggers, self.warn)
         for text in [*warnings, *(f"checkpoint passed over: {reason}" for reason in passed_over)]:
             self.warn(text)
         if loaded:
-            self._take_over(loaded, lost)
+            checkpoint.set_random_states(loaded.state["random"])  # once more: a logger may have drawn from them
+            self._record_resume(loaded, abandoned, lost)
 
     # ---- before the loop
 
-    def _find_checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
-        if resume == "none":
-            if (self.folder / CONFIG_FILE).exists():
-                raise ConfigError(
-                    f"{self.folder} already holds a run",
-                    field="output_dir",
-                    fix="write --resume auto to go on with it, another output_dir, or remove the folder",
-                )
-            return None, []
-        if resume != "auto":
-            return Path(resume), []
-        found, passed_over = checkpoint.newest(self.checkpoints)
-        if passed_over and not found:
-            raise CheckpointError(
-                f"{self.checkpoints} holds no usable checkpoint:\n  " + "\n  ".join(passed_over) + "\n"
-                "  fix: name another checkpoint with --resume PATH, or begin anew in another output_dir"
-            )
-        return found, passed_over
+    def _check_records(self, loaded: checkpoint.Checkpoint) -> None:
+        """Before the data is read: the run folder and the configuration go with the checkpoint."""
+        check_settings(self.config, loaded)
+        self.state = RunState(**loaded.state["run"])
+        check_cut(self.folder / METRICS_FILE, self._kept_bytes(loaded), self.state.step)
+        best = loaded.state["best"] if self.config.checkpoint.keep_best else None
+        if best and (self.checkpoints / checkpoint.folder_name(best["step"]) / checkpoint.MARKER).is_file():
+            self.best = checkpoint.Best(**best)
 
-    def _check_machine(self) -> None:
+    def _check_data(self, loaded: checkpoint.Checkpoint) -> None:
+        if loaded.state["data_fingerprint"] != self.data.train.fingerprint:
+            raise CheckpointError(
+                f"{loaded.path}: the training data differs from what this run began with, so its place in the "
+                "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
+            )
+
+    def _check_machine(self, root_field: str) -> None:
         check_memory(self.plan, self.device)
         check_folder(self.folder, "output_dir")
         if self.config.checkpoint.enable_save:
-            field = "checkpoint.save_path" if self.config.checkpoint.save_path else "output_dir"
-            check_folder(self.checkpoints, field, checkpoint_bytes(self.plan))
-
-    def _kept_tokenizer(self, loaded: checkpoint.Checkpoint | None) -> Tokenizer | None:
-        return load_tokenizer(loaded.path / TOKENIZER_FILE, self.config.tokenizer.end_token) if loaded else None
+            check_folder(self.checkpoints, root_field, checkpoint_bytes(self.plan))
 
     def _check_best(self) -> None:
         if self.config.checkpoint.keep_best and self.data.evaluation is None:
@@ -187,32 +193,54 @@ class Trainer:
                 fix="write eval_dataset.path or train_dataset.split, or keep_best: false",
             )
 
-    def _load_weights(self, loaded: checkpoint.Checkpoint) -> None:
-        load_weights(self.model, loaded)
-        if loaded.state["data_fingerprint"] != self.data.train.fingerprint:
-            raise CheckpointError(
-                f"{loaded.path}: the training data differs from what this run began with, so its place in the "
-                "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
-            )
+    def _kept_bytes(self, loaded: checkpoint.Checkpoint | None) -> int:
+        """Size to which `metrics.jsonl` is cut back: 0 for a run that begins, be it from another run's checkpoint."""
+        return loaded.state["metrics_bytes"] if loaded and self.record.owns(loaded) else 0
 
-    def _open_folder(self, loaded: checkpoint.Checkpoint | None) -> int:
-        """Make the run folder and cut its records back to the checkpoint; returns the number of rows cut."""
+    def _open_folder(self, loaded: checkpoint.Checkpoint | None) -> tuple[list[Path], int]:
+        """Make the run folder; take later checkpoints and rows out of the way. Returns the checkpoints' new paths and
+        the number of rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / CONFIG_FILE).write_text(dump(self.config), encoding="utf-8")
+        write_record(self.folder, self.record)
+        # Checkpoints first: each that is left needs the rows before it.
+        abandoned = checkpoint.abandon_after(self.checkpoints, self.state.step) if loaded else []
+        lost = cut_back(self.folder / METRICS_FILE, self._kept_bytes(loaded), self.folder / "metrics.lost.jsonl")
+        (self.folder / CONFIG_FILE).write_text(self._resolved_config(), encoding="utf-8")
         (self.folder / TOKENIZER_FILE).write_text(self.data.tokenizer.to_json(), encoding="utf-8")
         (self.folder / PLAN_FILE).write_text(json.dumps(self.plan.as_dict(), indent=1), encoding="utf-8")
-        size = loaded.state["metrics_bytes"] if loaded else 0
-        return cut_back(self.folder / "metrics.jsonl", size, self.folder / "metrics.lost.jsonl")
+        return abandoned, lost
 
-    def _take_over(self, loaded: checkpoint.Checkpoint, lost: int) -> None:
-        self.state = RunState(**loaded.state["run"])
-        self.step.updater.load_state(loaded.optimizer, self.state.updates)
-        checkpoint.set_random_states(loaded.state["random"])
-        if self.config.checkpoint.keep_best and loaded.state.get("best"):
-            self.best = checkpoint.Best(**loaded.state["best"])
+    def _resolved_config(self) -> str:
+        """With the end token that was found: `tokenizer.json` does not tell it."""
+        end_token = {"end_token": self.data.tokenizer.end_token}
+        tokenizer = self.config.tokenizer.model_copy(update=end_token)
+        return dump(self.config.model_copy(update={"tokenizer": tokenizer}))
+
+    def _record_resume(self, loaded: checkpoint.Checkpoint, abandoned: Sequence[Path], lost: int) -> None:
         checkpoint.write_best(self.checkpoints, self.best)  # it may know of evaluations that are now undone
-        self.metrics.event("resume", self.state.step, checkpoint=str(loaded.path), rows_moved_to_lost=lost)
-        self.display.say(f"resumed from {loaded.path} at step {self.state.step}")
+        step = self.state.step
+        self.metrics.event("resume", step, checkpoint=str(loaded.path), rows_moved_to_lost=lost)
+        self.display.say(f"resumed from {loaded.path} at step {step}")
+        if abandoned:
+            self.metrics.event("abandoned_checkpoints", step, paths=[str(path) for path in abandoned])
+            self.display.say(f"later checkpoints were set aside: {', '.join(path.name for path in abandoned)}")
+        before, size = loaded.state["global_batch_size"], self.config.training.global_batch_size
+        if size != before:
+            self.metrics.event("global_batch_size", step, before=before, after=size, steps=self.plan.steps)
+            self.display.say(self._explain_batch_size(before, size))
+
+    def _explain_batch_size(self, before: int, size: int) -> str:
+        training, total = self.config.training, self.plan.steps
+        name = next(name for name in ("steps", "epochs", "tokens") if getattr(training, name) is not None)
+        reason = (
+            "training.steps stays as it is, so the run sees another number of samples"
+            if name == "steps"
+            else f"to reach training.{name} {getattr(training, name)}"
+        )
+        return (
+            f"global_batch_size {before} -> {size}: goes on with sample {self.state.consumed_samples}, the next unseen "
+            f"one; {max(0, total - self.state.step)} steps are left and the schedule ends at step {total} ({reason})"
+        )
 
     # ---- the loop
 
@@ -258,6 +286,7 @@ class Trainer:
         hooked = bool(self.listeners) or self.monitor.active
         report = self.step(batches, *((self._on_micro_batch, self._on_gradients) if hooked else ()))
         self.state.updates = self.step.updater.updates
+        self.state.tokens += report.tokens
         self.state.skipped += report.skipped is not None
         self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
         extra = self.monitor.read()
@@ -328,13 +357,17 @@ class Trainer:
             model=dict(self.model.named_parameters()),
             optimizer=None if settings.no_save_optim else self.step.updater.state(),
             state={
+                "run_id": self.record.id,
                 "run": asdict(self.state),
                 "metrics_bytes": metrics_bytes,
+                "settings": fixed_settings(self.config),
+                "global_batch_size": self.config.training.global_batch_size,
                 "data_fingerprint": self.data.train.fingerprint,
+                "end_token": self.data.tokenizer.end_token,
                 "random": checkpoint.random_states(),
                 "best": asdict(self.best) if self.best else None,
             },
-            texts={CONFIG_FILE: dump(self.config), TOKENIZER_FILE: self.data.tokenizer.to_json()},
+            texts={CONFIG_FILE: self._resolved_config(), TOKENIZER_FILE: self.data.tokenizer.to_json()},
             keep=settings.save_max,
             best=self.best,
         )

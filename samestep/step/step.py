@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +34,6 @@ class StepReport:
         targets: count of the trained term.
         tokens: positions that were not padding.
         skipped: None, or why weights and optimizer were left unchanged.
-        seconds: wall time of the step.
     """
 
     loss: float
@@ -48,7 +46,6 @@ class StepReport:
     samples: int
     accumulation_steps: int
     skipped: str | None
-    seconds: float
 
 
 class TrainStep:
@@ -91,7 +88,6 @@ class TrainStep:
         Args:
             on_gradients: shown the gradients of the whole step, by name, before they are clipped.
         """
-        start = time.perf_counter()
         counts = self.count(batches)
         losses = self.backward(batches, counts, on_micro_batch)
         gradients = self.sink.gradients()
@@ -102,7 +98,7 @@ class TrainStep:
         empty = (counts.sum(0) * self._weights() == 0).all()
         self.updater.apply(gradients, coefficient, skip=~norm.isfinite() | empty)
         self.sink.zero()
-        return self._report(batches, counts, losses, norm, coefficient, start)
+        return self._report(batches, counts, losses, norm, coefficient)
 
     def _weights(self) -> torch.Tensor:
         return torch.tensor(list(self.objective.weights.values()), dtype=torch.float64, device=self.device)
@@ -140,7 +136,6 @@ class TrainStep:
         losses: torch.Tensor,
         norm: torch.Tensor,
         coefficient: torch.Tensor,
-        start: float,
     ) -> StepReport:
         # The only host read of the step.
         values = torch.cat([losses, counts.sum(0), norm.reshape(1), coefficient.reshape(1)]).tolist()
@@ -163,5 +158,4 @@ class TrainStep:
             samples=sum(batch.samples for batch in batches),
             accumulation_steps=len(batches),
             skipped=skipped,
-            seconds=time.perf_counter() - start,
         )

@@ -13,6 +13,7 @@ from samestep.config.schema import OptimizerConfig
 from samestep.errors import CheckpointError
 from samestep.step.optimizers import Lion, Muon
 from samestep.step.schedule import Schedule
+from samestep.torch_private import scale_
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MASTER, _NUMBER = "master", "number"
@@ -115,8 +116,20 @@ class Updater:
         }
         self.config, self.schedule = config, schedule
         self.updates = 0
-        self.decayed = {name: decays(name, p, config) for name, p in self.parameters.items()}
         self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
+        if config.type == "AdamW":
+            self._begin_state()
+
+    def _begin_state(self) -> None:
+        """AdamW's state as it is before any update. PyTorch makes it in the first step, also in one that is skipped;
+        made here, a skip leaves even the set of tensors as it was, and lack of memory shows at once."""
+        for name in self.parameters:
+            parameter = self.trained(name)
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
     def trained(self, name: str) -> nn.Parameter:
         """What the optimizer updates for a parameter: its master where it has one."""
@@ -138,27 +151,27 @@ class Updater:
             coefficient: scalar float64.
             skip: scalar bool.
         """
-        for name in self.parameters:
-            self.trained(name).grad = gradients.get(name)
+        ready = [(self.trained(name), gradient) for name, gradient in gradients.items()]
+        for parameter, gradient in ready:  # the sum may be wider or narrower than what it updates
+            parameter.grad = gradient.to(parameter.dtype)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
+        final = [parameter.grad for parameter, _ in ready if parameter.grad is not None]
         if self.config.type == "AdamW":
-            self._step_on_device(gradients, coefficient, skip)
+            self._step_on_device(final, coefficient, skip)
         else:
-            self._step_after_reading(gradients, coefficient, skip)
-        for master in self.masters.values():
-            master.grad = None
+            self._step_after_reading(final, coefficient, skip)
+        for parameter, _ in ready:
+            parameter.grad = None
 
-    def _step_on_device(
-        self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor
-    ) -> None:
+    def _step_on_device(self, gradients: list[torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor) -> None:
         """The decision stays on the device.
 
         PyTorch's fused AdamW divides by `grad_scale`, and leaves weights, moments and step count bit-unchanged where
         `found_inf` is 1: hooks made for its GradScaler. They take float32, too coarse for float64 gradients.
         """
-        if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
-            torch._foreach_mul_(list(gradients.values()), coefficient)
+        if any(gradient.dtype == torch.float64 for gradient in gradients):
+            scale_(gradients, coefficient)
             scale = None
         else:
             scale = coefficient.reciprocal().float()
@@ -166,16 +179,14 @@ class Updater:
         self.optimizer.step()
         self._write_back()
 
-    def _step_after_reading(
-        self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor
-    ) -> None:
+    def _step_after_reading(self, gradients: list[torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor) -> None:
         """One host read decides: other optimizers have no such hooks (fused SGD has, but leaves its momentum
         uninitialised when its first step is skipped)."""
         factor, skipped = torch.stack([coefficient, skip.to(coefficient.dtype)]).tolist()
         if skipped:
             return
         if factor != 1:
-            torch._foreach_mul_(list(gradients.values()), factor)
+            scale_(gradients, factor)
         self.optimizer.step()
         self._write_back()
 
@@ -186,7 +197,7 @@ class Updater:
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.
 
-        A parameter that was never updated has no state.
+        A parameter that was never updated has no state, but for AdamW's, which is zero.
         """
         tensors = {f"{_MASTER}.{name}": master.detach() for name, master in self.masters.items()}
         for name in self.parameters:
@@ -225,8 +236,13 @@ class Updater:
                 f"the checkpoint {'has a' if odd in masters else 'lacks the'} float32 master copy of {odd!r}\n"
                 "  fix: restore model.params_dtype to what the run began with"
             )
+        if updates and all(self._state_keys(name) for name in states) and not any(states.values()):
+            raise CheckpointError(
+                f"the checkpoint holds no optimizer state, but {updates} updates were made\n"
+                "  fix: restore the optimizer settings that the run began with"
+            )
         for name, state in states.items():
-            if state and state.keys() != self._state_keys(name):
+            if (state or self.config.type == "AdamW") and state.keys() != self._state_keys(name):
                 raise CheckpointError(
                     f"the optimizer state of {name!r} is {', '.join(sorted(state))}, but {self.config.type} keeps "
                     f"{', '.join(sorted(self._state_keys(name))) or 'nothing'} for it\n"
