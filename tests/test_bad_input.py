@@ -156,17 +156,16 @@ def test_mistakes_in_the_file(name, verb, file, tmp_path, cli):
 
 DATA = {
     "empty": (b"", ["no document"]),
-    "one character": (b"x", ["too few"]),
-    "shorter than a row is fine, without a target is not": (b"\n", []),
+    "shorter than a row": (b"To be.", ["7 tokens", "model.seq_length 8", "lower model.seq_length"]),
     "not UTF-8": (b"good\xff", ["byte 4", "0xff", "UTF-8"]),
 }
 
 
-@pytest.mark.parametrize("name", ["empty", "not UTF-8"])
+@pytest.mark.parametrize("name", DATA)
 def test_bad_text(name, file, tmp_path, cli):
     content, parts = DATA[name]
     (tmp_path / "text.txt").write_bytes(content)
-    refused(cli("train", file), "text.txt", *parts)
+    refused(cli("train", file), "train_dataset.path" if name == "shorter than a row" else "text.txt", *parts)
     assert not (tmp_path / "run").exists()
 
 

@@ -40,6 +40,11 @@ def load_data(config: Config, tokenizer: Tokenizer | None = None) -> Data:
     resolve_model(config.model, tokenizer.vocab_size)  # before the slow part: every id must have an embedding
     length = config.model.seq_length
     store = tokenize(documents, tokenizer)
+    if dataset.rows == "cut" and len(store.tokens) <= length:
+        raise DataError(
+            f"train_dataset.path: the text has {len(store.tokens)} tokens, which do not fill a row of model.seq_length "
+            f"{length}\n  fix: give more text, lower model.seq_length, or write rows: documents"
+        )
     evaluation: Rows | None = None
     held_out_name = "eval_dataset"
     if config.eval_dataset.path is not None:
