@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -46,16 +47,38 @@ def main() -> None:
     except SamestepError as error:
         if debug:
             raise
-        kind = {1: "failed", 2: "error"}[error.exit_code]
-        print(f"{kind}: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(error.exit_code)
+        _end(f"{ ({1: 'failed', 2: 'error'}[error.exit_code]) }: {error}", error.exit_code)
     except OSError as error:
         if debug or error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+        _end(f"error: {error.filename}: {error.strerror}", 2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if debug or not _is_launched():
+            raise
+        from samestep.parallel.mesh import is_lost_connection
+
+        if is_lost_connection(error):
+            _end("failed: the connection to another rank is lost; it was killed, or ran out of memory", 1)
+        _end(f"failed: {''.join(traceback.format_exception(error)).rstrip()}", 1)
+
+
+def _is_launched() -> bool:
+    """Whether this is one of several processes of a run."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _end(message: str, exit_code: int) -> NoReturn:
+    """Exit with a message. Of several ranks only the first that fails tells why: the others fail because of it."""
+    if not _is_launched():
+        print(message, file=sys.stderr)  # noqa: T201
+    else:
+        from samestep.parallel.mesh import is_first_to_fail
+
+        if is_first_to_fail(message):
+            print(f"rank {os.environ.get('RANK')}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+    sys.exit(exit_code)
 
 
 @contextmanager
@@ -68,21 +91,6 @@ def _located(loaded: Loaded) -> Iterator[None]:
             if one.where is None and one.field is not None and not one.field.startswith("-"):
                 one.where = loaded.source.locate(one.field)
         raise
-
-
-def _world_size() -> int:
-    """Ranks started by a launcher. This version trains on one."""
-    written = os.environ.get("WORLD_SIZE", "1")
-    try:
-        size = int(written)
-    except ValueError:
-        raise ConfigError(
-            f"the environment variable WORLD_SIZE is {written!r}, which is no number of processes",
-            fix="unset WORLD_SIZE, or write 1",
-        ) from None
-    if size != 1:
-        raise ConfigError(f"WORLD_SIZE is {size}, but this version trains on one process", fix="start one process")
-    return size
 
 
 @app.command()
@@ -98,15 +106,26 @@ def train(
     ] = "none",
     debug: Debug = False,
 ) -> None:
-    """Train the model of CONFIG. Ctrl-C finishes the step and saves."""
+    """Train the model of CONFIG. Ctrl-C finishes the step and saves. Under torchrun this is one rank of the run."""
+    if _is_launched():
+        from samestep.parallel.mesh import join
+
+        join()  # before anything that may fail, so that one rank can speak for all
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            resume = "auto"
     loaded = load(config, overrides or [])
     with _located(loaded):
-        _world_size()
         from samestep.run.trainer import Trainer
 
         trainer = Trainer(loaded.config, resume=resume, warnings=loaded.warnings)
         trainer.train()
-    if trainer.stop_signal is not None:
+    if _is_launched():
+        from samestep.parallel.mesh import leave
+
+        leave()
+        if not trainer.mesh.is_first:
+            return
+    if trainer.is_stopped:
         words = ["samestep", "train", str(config), *(overrides or []), "--resume", "auto"]
         output.print(f"stopped at step {trainer.state.step}; go on with: {shlex.join(words)}", markup=False)
     else:
@@ -141,7 +160,10 @@ def plan(
 def verify(
     config: ConfigPath,
     overrides: Overrides = None,
-    layouts: Annotated[str | None, typer.Option(help='Such as "ga=1 ga=4 packed packed+ga=2".')] = None,
+    layouts: Annotated[
+        str | None, typer.Option(help='Such as "ga=4 packed dp=2 fsdp=2+ga=3 hsdp=2x2"; ranks are started here.')
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="All of: ranks x micro-batches x packing x clipping.")] = False,
     cases: Annotated[str | None, typer.Option(help="Some of: even skewed one_rank_empty all_empty.")] = None,
     dtype: Annotated[str, typer.Option(metavar="config|float32|float64", help="Replace every dtype.")] = "config",
     steps: Annotated[int, typer.Option(min=1, help="Global batches to compare.")] = 1,
@@ -154,14 +176,15 @@ def verify(
     loaded = load(config, overrides or [])
     if dtype not in parity.DTYPES:
         raise ConfigError(f"{dtype!r} is no choice", field="--dtype", fix=f"write one of: {', '.join(parity.DTYPES)}")
+    if grid and layouts is not None:
+        raise ConfigError("the grid has its own layouts", field="--layouts", fix="write --grid or --layouts")
+    chosen = parity.parse_cases(cases) if cases is not None else parity.CASES
     with _located(loaded):
-        report = parity.run(
-            loaded.config,
-            layouts=parity.parse_layouts(layouts) if layouts is not None else None,
-            cases=parity.parse_cases(cases) if cases is not None else parity.CASES,
-            dtype=dtype,
-            steps=steps,
-        )
+        if grid:
+            report = parity.run_grid(loaded.config, cases=chosen, dtype=dtype, steps=steps)
+        else:
+            named = parity.parse_layouts(layouts) if layouts is not None else None
+            report = parity.run(loaded.config, layouts=named, cases=chosen, dtype=dtype, steps=steps)
     _show_parity(report)
     if as_json is not None:
         as_json.write_text(json.dumps({"passed": report.passed, **asdict(report)}, indent=1), encoding="utf-8")
@@ -171,7 +194,7 @@ def verify(
 
 def _show_parity(report: ParityReport) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("case", "layout", "gradient", "loss", "norm", "weights", "moments", ""):
+    for heading in ("case", "layout", "clip", "gradient", "loss", "norm", "weights", "moments", ""):
         table.add_column(heading)
 
     def cell(value: float | None) -> str:
@@ -179,7 +202,8 @@ def _show_parity(report: ParityReport) -> None:
 
     for c in report.comparisons:
         numbers = [cell(value) for value in (c.gradient, c.loss, c.norm, c.weights, c.moments)]
-        table.add_row(c.case, c.layout, *numbers, "DIFFERS" if c.failures else "same")
+        clip = "yes" if c.clipped else "no"
+        table.add_row(c.case, c.layout, clip, *numbers, "DIFFERS" if c.failures else "same")
     output.print(table)
     for c in report.comparisons:
         for failure in c.failures:
@@ -194,6 +218,7 @@ def _show_parity(report: ParityReport) -> None:
 def evaluate(run: RunFolder, overrides: Overrides = None, debug: Debug = False) -> None:
     """Validation loss of a run at its newest checkpoint."""
     from samestep.data.dataset import load_data
+    from samestep.parallel.mesh import Mesh
     from samestep.run.evaluate import evaluate as evaluate_rows
     from samestep.run.setup import open_run
     from samestep.step.objective import DecoderObjective
@@ -206,7 +231,8 @@ def evaluate(run: RunFolder, overrides: Overrides = None, debug: Debug = False) 
         )
     size = opened.config.evaluation.local_batch_size or opened.config.training.local_batch_size
     objective = DecoderObjective(opened.config.training.z_loss_weight)
-    loss, targets = evaluate_rows(opened.model, objective, data.evaluation, size, opened.model.device)
+    exact = opened.config.training.exact
+    loss, targets = evaluate_rows(opened.model, objective, data.evaluation, size, Mesh.alone(), exact=exact)
     output.print(
         f"step {opened.step}  validation loss {loss:.6f}  targets {targets}  ({opened.checkpoint})", markup=False
     )

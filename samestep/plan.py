@@ -10,18 +10,9 @@ from fractions import Fraction
 import numpy as np
 
 from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig, TrainingConfig
+from samestep.cost import Cost, Memory, Reduce, Split, step_costs
 from samestep.errors import ConfigError
-from samestep.families import (
-    ModelSpec,
-    attended,
-    flops_per_token,
-    parameter_count,
-    parameter_shapes,
-    resolve_model,
-)
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MASTERED = {"bfloat16", "float16"}
+from samestep.families import ModelSpec, attended, flops_per_token, parameter_count, resolve_model
 
 
 @dataclass(frozen=True)
@@ -82,28 +73,13 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank, by category. Activations and logits are estimates of one micro-batch; weights and what belongs
-    to them are an even share of the ranks that shard or split them; buffers are the rotary tables."""
-
-    parameters: int
-    buffers: int
-    gradients: int
-    optimizer: int
-    masters: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
 class Plan:
     """The resolved numbers of a run. Samples, tokens, targets, FLOPs and micro-batches are of the first global batch
     unless named otherwise; it is smaller than `global_batch_size` where the data is. FLOPs take each row for one
     document.
+
+    Attributes:
+        memory, sent_bytes, reduce: of one rank; those of `reductions` that were chosen.
     """
 
     layout: Layout
@@ -125,13 +101,14 @@ class Plan:
     parameters: int
     flops_per_step: float | None
     memory: Memory
+    sent_bytes: int
+    reduce: Reduce
+    reductions: tuple[Cost, Cost]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """All numbers as JSON values; `memory` also has its total."""
-        values = asdict(self)
-        values["memory"]["total"] = self.memory.total
-        return values
+        """All numbers as JSON values."""
+        return asdict(self)
 
 
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
@@ -171,6 +148,31 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
             fix=f"write -1 (all of it) or one of {_divisors(data_parallel)}",
         )
     return Layout(world_size, data_parallel, data_parallel // shard, shard, tensor, context, pipeline)
+
+
+def check_sharding(config: Config, layout: Layout) -> None:
+    """What the configuration asks for can be had with weights that are sharded as the layout says.
+
+    Raises:
+        ConfigError: it needs whole weights.
+    """
+    if layout.shard == 1:
+        return
+    fix = "write parallelism.data_parallel_shard: 1, or "
+    if config.training.exact:
+        raise ConfigError(
+            "sharded weights are updated in pieces whose bounds follow from the number of ranks, and the last bit "
+            "of an update may depend on its place in a piece",
+            field="training.exact",
+            fix=f"{fix}exact: false",
+        )
+    if config.optimizer.type == "Adafactor":
+        raise ConfigError(
+            "Adafactor goes by the rows and columns of whole matrices, but the weights are sharded over "
+            f"{layout.shard} ranks",
+            field="optimizer.type",
+            fix=f"{fix}another optimizer",
+        )
 
 
 def _divisors(number: int) -> str:
@@ -310,7 +312,11 @@ def in_steps(config: Config, steps: int) -> Config:
 
 
 def make_plan(
-    config: Config, world_size: int = 1, facts: DataFacts | None = None, progress: Progress | None = None
+    config: Config,
+    world_size: int = 1,
+    facts: DataFacts | None = None,
+    progress: Progress | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
     """Resolve a configuration into numbers.
 
@@ -318,11 +324,13 @@ def make_plan(
         world_size: number of ranks.
         facts: of the data; without them tokens, targets and epochs are None where they cannot be known.
         progress: of a resumed run, from which the rest of the run is counted.
+        memory_limit: bytes of the device for one rank; `parallelism.reduce: auto` stays below it if it can.
 
     Raises:
         ConfigError: numbers that do not fit together, or no vocabulary size; each message names the ways out.
     """
     layout = resolve_layout(config.parallelism, world_size)
+    check_sharding(config, layout)
     training = config.training
     spec = resolve_model(config.model, facts.vocab_size if facts else None)
     _check_batch(config, layout, facts)
@@ -339,12 +347,17 @@ def make_plan(
         _check_rest_of_epoch(training, unit, facts, progress, steps)
     _check_schedule(config.lr_scheduler, steps)
     steps_per_epoch, last = _epoch_steps(training, unit, facts) if facts else (None, None)
+    accumulation = max(len(rank) for rank in ranks)
+    inner = layout.tensor * layout.pipeline
+    split = Split(layout.replicate, layout.shard, inner, accumulation, _widest(training, spec, micro_batches))
+    costs = step_costs(config, spec, split)
+    chosen = _choose(config.parallelism, split, costs, memory_limit)
     context = _mean_context(facts.step_lengths if facts else (spec.seq_length,), spec.sliding_window)
     return Plan(
         layout=layout,
         global_batch_size=training.global_batch_size,
         local_batch_size=training.local_batch_size,
-        accumulation_steps=max(len(rank) for rank in ranks),
+        accumulation_steps=accumulation,
         samples_trained=trained,
         samples_dropped=samples - trained,
         divides=divides,
@@ -359,9 +372,29 @@ def make_plan(
         padding=_total([m.padding for m in micro_batches]),
         parameters=parameter_count(spec),
         flops_per_step=None if tokens is None else flops_per_token(spec, context) * tokens,
-        memory=_memory(config, layout, spec, micro_batches),
-        notes=tuple(_notes(config, layout, divides, unit, facts, last)),
+        memory=chosen.memory,
+        sent_bytes=chosen.sent,
+        reduce=chosen.reduce,
+        reductions=costs,
+        notes=tuple(_notes(config, split, layout, divides, unit, facts, last)),
     )
+
+
+def _widest(training: TrainingConfig, spec: ModelSpec, micro_batches: Sequence[MicroBatch]) -> int:
+    """Positions of the largest micro-batch, padding included."""
+    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches)
+    return widest or training.local_batch_size * spec.seq_length
+
+
+def _choose(parallelism: ParallelismConfig, split: Split, costs: tuple[Cost, Cost], memory_limit: int | None) -> Cost:
+    """Once a step, unless told otherwise, or unless that is too large and the other takes less."""
+    once, every = costs
+    if not split.reduces_apart or parallelism.reduce == "once_per_step":
+        return once
+    if parallelism.reduce == "every_micro_batch":
+        return every
+    fits = memory_limit is None or once.memory.on_device <= memory_limit
+    return once if fits or once.memory.on_device <= every.memory.on_device else every
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -492,52 +525,14 @@ def _epochs(steps: int, steps_per_epoch: int | None, facts: DataFacts | None, pr
     return progress.consumed_samples / facts.samples + max(0, steps - progress.steps) / steps_per_epoch
 
 
-def _memory(config: Config, layout: Layout, spec: ModelSpec, micro_batches: list[MicroBatch]) -> Memory:
-    shares = layout.shard * layout.tensor * layout.pipeline
-    count = math.ceil(parameter_count(spec) / shares)
-    model = config.model
-    compute, loss = BYTES[model.compute_dtype], BYTES[model.loss_dtype]
-    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches)
-    widest = widest or config.training.local_batch_size * spec.seq_length
-    # Kept for the backward of one layer: both norms' inputs and outputs, q, k, v and the attention's output, and the
-    # MLP's gate, up and product. Norms keep a copy in their own dtype as well. Where queries and keys are normalized,
-    # they are kept before and after it.
-    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    mlp = (3 if spec.gated else 2) * spec.intermediate_size
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_layernorm else 0
-    per_layer = (4 * spec.hidden_size + attention + heads + mlp) * compute
-    per_layer += (2 * spec.hidden_size + heads) * BYTES[model.layernorm_compute_dtype]
-    # Kept for the head: one chunk of logits with its gradient, and the gradient of the head's weight.
-    head_tokens = min(widest, max(1, 2**26 // (spec.vocab_size * loss)))
-    return Memory(
-        parameters=count * BYTES[model.params_dtype],
-        buffers=0 if spec.learned_positions else spec.max_positions * spec.head_dim * BYTES[model.rotary_dtype],
-        gradients=count * BYTES[model.gradient_dtype],
-        optimizer=math.ceil(_state_numbers(config, spec) / shares) * max(4, BYTES[model.params_dtype]),
-        masters=count * 4 if model.params_dtype in MASTERED else 0,
-        activations=widest * (spec.num_layers * per_layer + 2 * spec.hidden_size * compute),
-        logits=(2 * head_tokens + spec.hidden_size) * spec.vocab_size * loss,
-    )
-
-
-def _state_numbers(config: Config, spec: ModelSpec) -> int:
-    """How many numbers the optimizer keeps; Muon's other half is taken to be all but the layers' matrices."""
-
-    def of(name: str, shape: tuple[int, ...]) -> int:
-        size = math.prod(shape)
-        if optimizer.type == "Adafactor":
-            return size if len(shape) == 1 else sum(shape)
-        if optimizer.type == "SGD":
-            return size if optimizer.setting("momentum") else 0
-        one = optimizer.type == "Lion" or (optimizer.type == "Muon" and len(shape) > 1 and name.startswith("layers."))
-        return size if one else 2 * size
-
-    optimizer = config.optimizer
-    return sum(of(name, shape) for name, shape in parameter_shapes(spec).items())
-
-
 def _notes(
-    config: Config, layout: Layout, divides: bool, unit: int, facts: DataFacts | None, last: int | None
+    config: Config,
+    split: Split,
+    layout: Layout,
+    divides: bool,
+    unit: int,
+    facts: DataFacts | None,
+    last: int | None,
 ) -> list[str]:
     training = config.training
     notes = []
@@ -559,6 +554,9 @@ def _notes(
         )
     if training.loss_normalization == "micro_batch_mean":
         notes.append("loss_normalization micro_batch_mean: the step depends on how the batch is split.")
+    if config.parallelism.reduce == "every_micro_batch" and not split.reduces_apart:
+        why = "there is one micro-batch" if layout.shard > 1 else "no weights are sharded"
+        notes.append(f"parallelism.reduce every_micro_batch has no effect: {why}, so once_per_step is the same.")
     if config.parallelism.data_parallel_shard < -1:
         notes.append("parallelism.data_parallel_shard: a negative value means all of data parallel; write -1.")
     if "float16" in (config.model.compute_dtype, config.model.params_dtype):

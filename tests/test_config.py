@@ -546,7 +546,6 @@ def test_foreign_never_hides_a_field() -> None:
         ("lora_config", {"target_modules": "x"}, "null"),
         ("training.rampup_batch_size", [1, 1, 8], "null"),
         ("recompute.mode", "full", '"None"'),
-        ("checkpoint.async_save", True, "false"),
         ("checkpoint.load_path", "x", '""'),
         ("parallelism.pipeline_parallel_schedule", "gpipe", '"1f1b"'),
         ("model.multi_latent_attention", True, "false or null"),

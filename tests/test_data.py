@@ -22,6 +22,7 @@ from samestep.data.rows import Rows, TokenStore, build_rows, split_documents, sp
 from samestep.data.sources import Document, read_documents
 from samestep.data.tokenize import Tokenizer, build_tokenizer, load_tokenizer
 from samestep.errors import ConfigError, DataError
+from samestep.parallel.mesh import Mesh
 from samestep.plan import make_plan
 from samestep.run.setup import micro_batches
 
@@ -508,7 +509,7 @@ def test_which_samples_are_trained(
         samples = order.next(consumed)
         consumed = samples.consumed
         steps.append([])
-        for batch in micro_batches(config, data.train, samples, number):
+        for batch in micro_batches(config, data.train, samples, number, Mesh.alone()):
             places = sorted({place for place in batch.sample_ids.flatten().tolist() if place != -1})
             assert batch.samples == len(places)
             steps[-1].append(places)

@@ -34,6 +34,7 @@ from samestep.model.attention import KeyValueCache
 from samestep.model.decoder import Decoder, document_lengths
 from samestep.model.weights import from_hf, hf_shapes, spec_from_hf, to_hf
 from samestep.ops import Precision, dynamic_rope_tables, rope_tables
+from samestep.parallel.mesh import Mesh
 from samestep.run.generate import generate
 from samestep.verify import parity
 
@@ -358,8 +359,8 @@ def test_the_step_does_not_depend_on_the_split(tiny, family, dtype, dropout):
 
 def test_only_noise_is_left_out_of_the_comparison(tiny):
     config = tiny(*TINY_FAMILIES["gpt2"])
-    data, layout = load_data(config), parity.VerifyLayout("ga=3", accumulation=3)
-    trace = parity.trace(config, data, layout, "even", Precision().raised(F64), 1)
+    job = parity.Job(parity.VerifyLayout("ga=3", accumulation=3), "even", Precision().raised(F64), 1)
+    trace = parity.trace(config, load_data(config), job, Mesh.alone())
     noise = parity.noise_alone(trace.gradients, trace.gradients)
     assert noise == ("layers.0.self_attn.k_proj.bias", "layers.1.self_attn.k_proj.bias")
 

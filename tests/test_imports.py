@@ -8,13 +8,16 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "samestep"
 ROOMS = (
     "errors",
+    "launch",
     "torch_private",
     "config",
     "families",
+    "cost",
     "plan",
     "ops",
     "data",
     "model",
+    "parallel",
     "step",
     "run",
     "verify",
@@ -24,6 +27,7 @@ ORDER_INSIDE = {
     "config": ("kinds", "optimization", "schema", "foreign", "fields", "load", "document", "template"),
     "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
     "model": ("linear", "norm", "attention", "feed_forward", "decoder", "init", "weights"),
+    "parallel": ("mesh", "data", "exact"),
     "step": ("objective", "accumulate", "clip", "schedule", "optimizers", "update", "step"),
     "run": (
         "checkpoint",
@@ -41,7 +45,17 @@ ORDER_INSIDE = {
         "resume",
         "trainer",
     ),
-    "ops": ("precision", "norm", "activation", "rope", "dropout", "attention", "cross_entropy", "gradient_sink"),
+    "ops": (
+        "precision",
+        "norm",
+        "activation",
+        "rope",
+        "dropout",
+        "attention",
+        "cross_entropy",
+        "exact_sum",
+        "gradient_sink",
+    ),
 }
 
 

@@ -17,6 +17,7 @@ from samestep.config.schema import Config, TrainingConfig
 from samestep.data.dataset import data_facts, load_data
 from samestep.errors import ConfigError
 from samestep.model.init import initialize
+from samestep.parallel.mesh import Mesh
 from samestep.plan import DataFacts, make_plan, run_length
 from samestep.run import checkpoint
 from samestep.run.generate import generate
@@ -127,7 +128,7 @@ def losses(monkeypatch):
 
         place = {}
 
-        def measured(model, *_):
+        def measured(model, *_, **__):
             return found[place["trainer"].state.step], 10
 
         monkeypatch.setattr(module, "evaluate", measured)
@@ -441,7 +442,7 @@ def test_a_missing_package_is_named_before_anything_slow(name, tiny, tmp_path, p
 
 
 def test_rows_beyond_the_tokenizer_are_never_chosen(tiny):
-    model = build_model(tiny("model.vocab_size=200"), 200)
+    model = build_model(tiny("model.vocab_size=200"), 200, Mesh.alone())
     initialize(model, 1, 0.02)
     for temperature in (0.0, 50.0):
         free = list(generate(model, [1], max_new_tokens=60, temperature=temperature, seed=3))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from samestep.config.load import from_dict
 from samestep.config.schema import Config, TrainingConfig
@@ -39,6 +43,7 @@ from samestep.plan import (
     split_step,
     usable_samples,
 )
+from samestep.run.progress import show_plan
 
 MODEL = {
     "vocab_size": 100,
@@ -263,7 +268,8 @@ def test_tokens_targets_and_padding_by_hand():
 def test_a_plan_is_json():
     plan = make_plan(batch_of(5, 2), 2, facts_of(50, 10, 4, 7, 1, 9))
     values = json.loads(json.dumps(plan.as_dict()))
-    assert values["memory"]["total"] == plan.memory.total == sum(v for k, v in values["memory"].items() if k != "total")
+    assert values["memory"]["total"] == plan.memory.total
+    assert [cost["reduce"] for cost in values["reductions"]] == ["once_per_step", "every_micro_batch"]
     assert values["micro_batches"][1]["tokens"] == 7
 
 
@@ -346,15 +352,119 @@ def test_memory_by_hand():
     sharded = memory(batch_of(4, 2), 2)
     assert sharded.parameters == 4 * -(-count // 2) and sharded.activations == plain.activations
     replicated = memory(batch_of(4, 2, parallelism__data_parallel_shard=1), 2)
-    assert replicated == plain
+    assert replicated == replace(plain, transfers=4 * count)  # flat copies, made when activations are gone
+    exact = memory(batch_of(4, 2, parallelism__data_parallel_shard=1, training__exact=True))
+    assert exact.gradients == 12 * count  # fixed-point sums, and what is made of them
     assert plain.buffers == 10 * 4 * 4  # cosine and sine of 10 positions for heads of 4
     parts = (plain.parameters, plain.buffers, plain.gradients, plain.optimizer, plain.activations, plain.logits)
+    assert (plain.gathered, plain.transfers, plain.host) == (0, 0, 0)
     assert plain.total == sum(parts)
     matrices = 2 * (2 * 12 * 12 + 2 * 4 * 12 + 3 * 20 * 12)
     wanted = {"SGD": 0, "Lion": count, "Muon": 2 * count - matrices}
     for kind, numbers in wanted.items():
         assert memory(batch_of(4, 2, optimizer__type=kind)).optimizer == 4 * numbers
     assert memory(batch_of(4, 2, optimizer__type="Adafactor")).optimizer < count
+
+
+LAYER = 2 * 12 * 12 + 2 * 4 * 12 + 3 * 12 * 20 + 2 * 12
+REST = 2 * 100 * 12 + 12
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers", "rest", "gathered"),
+    [
+        ("default", 2, 1, REST + LAYER),
+        ("always", 2, 2, REST + LAYER),
+        ("never", 1, 1, REST + 2 * LAYER),
+    ],
+)
+def test_costs_of_sharding_by_hand(policy: str, layers: int, rest: int, gathered: int):
+    config = batch_of(16, 2, parallelism__reshard_after_forward_policy=policy)
+    once, every = make_plan(config, 2).reductions
+    count = 2 * LAYER + REST
+    # Of a ring of two, a rank sends half of what it gathers and of what it reduces; all sizes are even.
+    gathers = 4 * 4 * (layers * 2 * LAYER + rest * REST) // 2
+    assert once.sent == gathers + 4 * count // 2
+    assert every.sent == gathers + 4 * 4 * count // 2
+    assert once.memory.gradients >= 4 * count > every.memory.gradients
+    assert {once.memory.gathered, every.memory.gathered} == {4 * gathered}
+    assert make_plan(config, 2).memory == once.memory
+    of_layers = batch_of(16, 2, parallelism__reshard_after_forward_policy=policy, model__num_hidden_layers=40)
+    once, every = make_plan(of_layers, 2).reductions
+    assert every.memory.total + 4 * 20 * LAYER - 40 * REST < once.memory.total
+
+
+def test_traffic_of_replicas_by_hand():
+    count = 2 * LAYER + REST
+    config = batch_of(32, 2, parallelism__data_parallel_shard=1)
+    assert make_plan(config, 4).sent_bytes == 2 * 4 * count * 3 // 4  # once, however many micro-batches
+    config = batch_of(32, 2, parallelism__data_parallel_shard=2)
+    gathers = 4 * 4 * (2 * 2 * LAYER + REST) // 2
+    once, every = make_plan(config, 4).reductions
+    assert once.sent == gathers + 4 * count // 2 + 2 * (4 * count // 2) // 2
+    assert every.sent == gathers + 4 * (4 * count // 2 + 2 * (4 * count // 2) // 2)
+    assert make_plan(batch_of(8, 2)).sent_bytes == 0
+
+
+def test_reduce():
+    def reduce(limit: int | None, config: Config, world: int = 2) -> str:
+        return make_plan(config, world, memory_limit=limit).reduce
+
+    many = {"model__num_hidden_layers": 40}
+    auto = batch_of(16, 2, **many)
+    once, every = (cost.memory.total for cost in make_plan(auto, 2).reductions)
+    assert every < once
+    assert reduce(None, auto) == reduce(once, auto) == "once_per_step"
+    assert reduce(once - 1, auto) == reduce(1, auto) == "every_micro_batch"
+    assert reduce(1, batch_of(16, 2, parallelism__reduce="once_per_step", **many)) == "once_per_step"
+    asked = batch_of(16, 2, parallelism__reduce="every_micro_batch", **many)
+    assert reduce(None, asked) == "every_micro_batch"
+    assert make_plan(asked, 2).memory.total == every
+    assert not any("no effect" in note for note in make_plan(asked, 2).notes)
+
+
+@pytest.mark.parametrize(
+    ("whole", "world", "shard", "why"),
+    [(4, 2, -1, "one micro-batch"), (16, 2, 1, "no weights"), (16, 1, -1, "no weights")],
+)
+def test_reduce_without_effect(whole: int, world: int, shard: int, why: str):
+    fields = {"parallelism__reduce": "every_micro_batch", "parallelism__data_parallel_shard": shard}
+    plan = make_plan(batch_of(whole, 2, **fields), world)
+    assert plan.reduce == "once_per_step"
+    assert any("every_micro_batch has no effect" in note and why in note for note in plan.notes)
+    assert plan.reductions[0].memory == plan.reductions[1].memory
+    assert plan.reductions[0].sent == plan.reductions[1].sent
+
+
+def test_offloaded_memory_is_not_of_the_device():
+    plan = make_plan(batch_of(16, 2, parallelism__cpu_offload=True), 2)
+    memory, kept = plan.memory, make_plan(batch_of(16, 2), 2).memory
+    assert memory.total == kept.total and kept.host == 0
+    assert memory.host == kept.parameters + kept.optimizer
+    every = make_plan(batch_of(16, 2, parallelism__cpu_offload=True, parallelism__reduce="every_micro_batch"), 2).memory
+    assert every.host == memory.host + kept.parameters  # its part of the gradients
+    assert memory.on_device == memory.total - memory.host
+    assert make_plan(batch_of(16, 2, parallelism__cpu_offload=True)).memory.host == 0
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=200, file=io.StringIO())
+    show_plan(plan, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_shown_plan():
+    text = shown(make_plan(batch_of(28, 2, parallelism__data_parallel_shard=2), 8))
+    assert "replicate 4 x shard 2" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r"^ +[0-7] +[01] ", line)]
+    # 28 samples on 8 ranks: four have four, four have three.
+    assert [row[:4] for row in rows][:2] == [["0", "0", "2", "20"], ["0", "1", "2", "20"]]
+    assert "8 more" in text
+    once, every = (line for line in text.splitlines() if line.startswith("reduce"))
+    assert "once_per_step" in once and once.rstrip().endswith("(chosen)")
+    assert "every_micro_batch" in every and "(chosen)" not in every
+    assert "reduce" not in shown(make_plan(batch_of(28, 2)))
 
 
 def test_padding_counts_as_memory():

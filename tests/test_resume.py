@@ -13,12 +13,14 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from samestep.config.load import load
 from samestep.errors import CheckpointError, ConfigError, SamestepError
+from samestep.parallel.mesh import Mesh
 from samestep.run import checkpoint
 from samestep.run.metrics import JsonLines
 from samestep.run.record import RUN_FILE
 from samestep.run.setup import open_run
 from samestep.run.trainer import Events, Trainer
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 OFTEN = ("checkpoint.save_interleaved_steps=2", "checkpoint.save_max=9", "lr_scheduler.type=constant")
 
 
@@ -87,11 +89,11 @@ def refused(config, folder: Path, match: str, resume: str = "auto", error: type 
 def test_later_checkpoints_are_set_aside(tiny, tmp_path):
     Trainer(tiny(*OFTEN)).train()
     run, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    bytes_of_8 = (root / "step-00000008" / "model.safetensors").read_bytes()
+    bytes_of_8 = (root / "step-00000008" / "model" / SHARD).read_bytes()
     anew = tiny(*OFTEN, "training.steps=6", "lr_scheduler.learning_rate=1e-3", "checkpoint.save_max=1")
     Trainer(anew, resume=str(root / "step-00000004")).train()
     assert names(root) == ["step-00000006", "step-00000006.abandoned", "step-00000008.abandoned"]
-    assert (root / "step-00000008.abandoned" / "model.safetensors").read_bytes() == bytes_of_8
+    assert (root / "step-00000008.abandoned" / "model" / SHARD).read_bytes() == bytes_of_8
     (event,) = events(run, "abandoned_checkpoints")
     assert event["step"] == 4
     assert [Path(path).name for path in event["paths"]] == ["step-00000008.abandoned", "step-00000006.abandoned"]
@@ -113,7 +115,7 @@ def test_abandoning_twice_keeps_both(tiny, tmp_path):
 
 def test_what_was_just_written_is_never_pruned(tmp_path):
     def save(step):
-        return checkpoint.save(tmp_path, step, model={}, optimizer=None, state={}, texts={}, keep=1)
+        return checkpoint.save(tmp_path, step, model={}, optimizer=None, state={}, texts={}, keep=1, mesh=Mesh.alone())
 
     save(8)
     assert save(4).is_dir()
@@ -252,14 +254,14 @@ def test_another_optimizer_is_refused_without_any_state(tiny, tmp_path):
 
 def test_random_states_that_do_not_fit_are_refused(tiny, tmp_path, monkeypatch):
     Trainer(tiny()).train()
-    load_whole = checkpoint.load
+    open_whole = checkpoint.open_checkpoint
 
     def changed(*args):
-        loaded = load_whole(*args)
-        loaded.state["random"]["python"][1] = [1, 2]
+        loaded = open_whole(*args)
+        loaded.state["random"][0]["python"][1] = [1, 2]
         return loaded
 
-    monkeypatch.setattr(checkpoint, "load", changed)
+    monkeypatch.setattr(checkpoint, "open_checkpoint", changed)
     refused(tiny(), tmp_path / "run", "random generators do not fit", error=CheckpointError)
 
 
@@ -280,7 +282,7 @@ def test_a_best_checkpoint_that_is_gone_is_forgotten(tiny, tmp_path, monkeypatch
     import samestep.run.trainer as module
 
     losses = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr(module, "evaluate", lambda *_: (next(losses), 10))
+    monkeypatch.setattr(module, "evaluate", lambda *_, **__: (next(losses), 10))
     often = ("checkpoint.keep_best=true", "evaluation.interval_steps=2", *OFTEN)
     Trainer(tiny(*often)).train()
     root = tmp_path / "run" / "checkpoints"

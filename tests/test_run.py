@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from samestep.errors import CheckpointError, ConfigError, TrainingError
+from samestep.parallel.mesh import Mesh, World
 from samestep.run import checkpoint
 from samestep.run.evaluate import evaluate
 from samestep.run.setup import open_run
@@ -25,6 +26,7 @@ METRICS = {
     "accumulation_steps", "step_seconds", "tokens_per_second", "targets_per_second", "mfu", "peak_memory_bytes",
     "skipped",
 }  # fmt: skip
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 OFTEN = ("checkpoint.save_interleaved_steps=2", "evaluation.interval_steps=3", "model.hidden_dropout=0.1")
 
 
@@ -41,7 +43,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     newest = checkpoint.complete_folders(folder / "checkpoints")[-1]
-    return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
+    return load_file(newest / "model" / SHARD) | load_file(newest / "optimizer" / SHARD)
 
 
 def assert_same_run(found: Path, wanted: Path):
@@ -135,11 +137,11 @@ def test_skips_are_recorded_and_three_in_a_row_end_the_run(tiny, tmp_path):
     ]
     assert "NaN" not in (folder / "metrics.jsonl").read_text()
     assert [row["lr"] for row in rows(folder)][2:4] == [5e-3, 1e-2]  # the skipped step did not move the schedule
-    saved = checkpoint.load(checkpoint.newest(folder / "checkpoints")[0])
+    saved = checkpoint.open_checkpoint(checkpoint.newest(folder / "checkpoints")[0])
     assert saved.state["run"] == {
         "step": 6, "updates": 2, "consumed_samples": 36, "tokens": 576, "skipped": 4, "consecutive_skips": 3,
     }  # fmt: skip
-    assert {float(t) for name, t in saved.optimizer.items() if name.startswith("step.")} == {2.0}
+    assert {float(t) for name, t in final_tensors(folder).items() if name.startswith("step.")} == {2.0}
 
 
 def test_listeners_see_events_and_their_flags_work(tiny, tmp_path):
@@ -169,8 +171,8 @@ KILL_POINTS = {
     "after_a_step_is_written": ("samestep.run.metrics", "Metrics.step", 5),
     "while_the_optimizer_file_is_written": ("samestep.run.checkpoint", "_save_tensors", 4),
     "before_the_marker": ("samestep.run.checkpoint", "_inventory", 2),
-    "before_the_rename": ("samestep.run.checkpoint", "_sync_folder", 4),
-    "after_the_rename": ("samestep.run.checkpoint", "_sync_folder", 5),
+    "before_the_rename": ("samestep.run.checkpoint", "_sync_folder", 8),
+    "after_the_rename": ("samestep.run.checkpoint", "_sync_folder", 9),
     "before_the_configuration": ("samestep.run.trainer", "write_record", 1),
     "before_any_checkpoint": ("samestep.run.metrics", "Metrics.step", 1),
 }
@@ -259,9 +261,10 @@ def test_random_states_return(tiny):
 
     import numpy as np
 
-    states = json.loads(json.dumps(checkpoint.random_states()))
+    states = json.loads(json.dumps([checkpoint.random_states()]))
     wanted = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist())
-    checkpoint.set_random_states(states)
+    checkpoint.set_random_states([{}, {}], World())  # of a run with two ranks
+    checkpoint.set_random_states(states, World())
     assert (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist()) == wanted
 
 
@@ -286,7 +289,7 @@ def damage(file: Path, kind: str):
         file.unlink()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "complete.json"])
+@pytest.mark.parametrize("name", [f"model/{SHARD}", f"optimizer/{SHARD}", "state.json", "complete.json"])
 @pytest.mark.parametrize("kind", ["flipped", "short", "missing"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(name, kind, tiny, tmp_path, undisturbed):
     if name == "complete.json" and kind == "flipped":
@@ -341,7 +344,9 @@ def test_a_full_disk_leaves_older_checkpoints(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "_write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        checkpoint.save(root, 9, model={"a": torch.zeros(1)}, optimizer=None, state={}, texts={}, keep=1)
+        checkpoint.save(
+            root, 9, model={"a": torch.zeros(1)}, optimizer=None, state={}, texts={}, keep=1, mesh=Mesh.alone()
+        )
     assert [path.name for path in root.iterdir()] == ["step-00000008"]
 
 
@@ -383,7 +388,7 @@ def test_validation_loss_is_sum_over_count():
 
     samples = [Sample(*(np.zeros(n, dtype=np.int64) for _ in range(4))) for n in (1, 9)]
     for size in (1, 2):
-        assert evaluate(Toy(), ToyObjective(), samples, size, torch.device("cpu")) == (9.2, 10)
+        assert evaluate(Toy(), ToyObjective(), samples, size, Mesh.alone()) == (9.2, 10)
 
 
 def test_validation_loss_does_not_depend_on_the_batch_size(tiny, tmp_path):
@@ -391,7 +396,7 @@ def test_validation_loss_does_not_depend_on_the_batch_size(tiny, tmp_path):
                            "train_dataset.split=documents"))  # fmt: skip
     trainer.train()
     model, data = trainer.model, trainer.data.evaluation
-    losses = [evaluate(model, trainer.step.objective, data, n, trainer.device) for n in (1, 3, 8, 64)]
+    losses = [evaluate(model, trainer.step.objective, data, n, trainer.mesh) for n in (1, 3, 8, 64)]
     with torch.no_grad():
         from samestep.data.batch import collate
 

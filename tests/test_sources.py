@@ -28,6 +28,7 @@ from samestep.data.segments import ROLES
 from samestep.data.sources import Document, read_documents
 from samestep.data.tokenize import build_tokenizer, load_tokenizer
 from samestep.errors import ConfigError, DataError
+from samestep.parallel.mesh import Mesh
 from samestep.run.setup import micro_batches
 
 TEXTS = [
@@ -175,7 +176,7 @@ def test_every_sample_once_an_epoch(tmp_path: Path, write: Writer):
     for step in range(1, 7):
         samples = order.next(consumed)
         consumed = samples.consumed
-        for batch in micro_batches(config, loaded.train, samples, step):
+        for batch in micro_batches(config, loaded.train, samples, step, Mesh.alone()):
             real = batch.document_ids != -1
             visits.update(batch.input_ids[real].tolist())
         assert step % 3 or set(visits.values()) == {step}

@@ -12,8 +12,10 @@ from samestep.data.batch import Batch, collate
 from samestep.data.dataset import load_data, make_order
 from samestep.data.rows import Sample
 from samestep.ops.gradient_sink import GradientSink
+from samestep.parallel.data import GradientReduction
+from samestep.parallel.mesh import Mesh
 from samestep.run.setup import build_model, build_step, micro_batches
-from samestep.step.clip import clip_coefficient, global_norm
+from samestep.step.clip import clip_coefficient, squares
 from samestep.step.schedule import make_schedule
 from samestep.step.step import NO_TARGETS, NON_FINITE, TrainStep
 from samestep.step.update import Updater, decays
@@ -26,14 +28,14 @@ class Setting:
         self.config = config
         self.data = load_data(config)
         self.order = make_order(config, self.data)
-        self.model = build_model(config, self.data.tokenizer.vocab_size)
-        self.step = build_step(config, self.model)
+        self.model = build_model(config, self.data.tokenizer.vocab_size, Mesh.alone())
+        self.step = build_step(config, self.model, Mesh.alone(), "once_per_step")
         self.consumed = 0
 
     def batches(self, step: int = 1) -> list[Batch]:
         samples = self.order.next(self.consumed)
         self.consumed = samples.consumed
-        return micro_batches(self.config, self.data.train, samples, step)
+        return micro_batches(self.config, self.data.train, samples, step, Mesh.alone())
 
     def bits(self) -> dict[str, torch.Tensor]:
         """Everything a skipped step must not touch."""
@@ -160,8 +162,9 @@ def scalar_step(**options):
     config = OptimizerConfig(weight_decay=0.0)
     updater = Updater(list(model.named_parameters()), config, lambda updates: 0.5)
     sink = GradientSink(list(model.named_parameters()), torch.float32)
-    options = {"device": torch.device("cpu"), "max_norm": None} | options
-    return TrainStep(model, ScalarObjective(), updater, sink, **options)
+    mesh = Mesh.alone()
+    reduction = GradientReduction(model, mesh, "once_per_step", torch.float32)
+    return TrainStep(model, ScalarObjective(), updater, sink, reduction, mesh, **({"max_norm": None} | options))
 
 
 def test_mean_of_means_is_another_objective():
@@ -187,17 +190,21 @@ def test_a_parameter_without_gradient_is_left_alone_and_others_get_their_own():
 # ---- norm and clipping
 
 
+def norm(gradients) -> float:
+    return math.sqrt(squares(gradients, lambda gradient, _: gradient, torch.device("cpu")).sum())
+
+
 def test_norm_of_sixteen_million_elements():
     torch.manual_seed(0)
     gradients = [torch.randn(4096, 4096).mul_(1e-3).add_(1e-4), torch.randn(7), torch.randn(3, 65536).T]
     truth = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
-    assert float(global_norm(gradients, torch.device("cpu"))) == pytest.approx(truth, rel=1e-6)
+    assert norm(gradients) == pytest.approx(truth, rel=1e-6)
 
 
 def test_norm_of_nothing_is_zero_and_of_bfloat16_is_wide():
-    assert float(global_norm([], torch.device("cpu"))) == 0.0
+    assert norm([]) == 0.0
     gradient = torch.full((70_000,), 3.0, dtype=torch.bfloat16)
-    assert float(global_norm([gradient], torch.device("cpu"))) == pytest.approx(3 * math.sqrt(70_000), rel=1e-6)
+    assert norm([gradient]) == pytest.approx(3 * math.sqrt(70_000), rel=1e-6)
 
 
 def test_coefficient():
@@ -373,7 +380,7 @@ def test_decay_reaches_the_right_parameters(tiny):
     groups = {
         id(p): group["weight_decay"] for group in setting.step.updater.optimizer.param_groups for p in group["params"]
     }
-    found = {name: groups[id(p)] for name, p in setting.model.named_parameters()}
+    found = {name: groups[id(setting.step.updater.trained(name))] for name, _ in setting.model.named_parameters()}
     assert found["embed_tokens.weight"] == found["norm.weight"] == 0.0
     assert found["loss_head.weight"] == found["layers.1.self_attn.q_proj.weight"] == 0.25
 

@@ -82,8 +82,8 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
     original = setup.build_step
     calls = []
 
-    def build(config, model):
-        step = original(config, model)
+    def build(*arguments):
+        step = original(*arguments)
         calls.append(step)
         if len(calls) > 1:
             gradients = step.sink.gradients
@@ -107,8 +107,8 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
 def test_a_skip_that_touches_weights_is_found(tiny, monkeypatch):
     original = setup.build_step
 
-    def build(config, model):
-        step = original(config, model)
+    def build(*arguments):
+        step = original(*arguments)
         apply = step.updater.apply
 
         def leaky(gradients, coefficient, skip):
@@ -152,14 +152,14 @@ def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
     assert report.passed, [c.failures for c in report.comparisons]
 
 
-@pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=2", "packed+tp=2", "", "ga"])
+@pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=0", "dp=2x2", "hsdp=2", "packed+tp=2", "", "ga"])
 def test_layouts_that_are_none(text):
     with pytest.raises(ConfigError):
         parity.parse_layouts(text)
 
 
 def test_more_micro_batches_than_samples_are_refused(tiny):
-    with pytest.raises(ConfigError, match="6 samples cannot make 7 micro-batches"):
+    with pytest.raises(ConfigError, match="6 samples on 1 rank cannot make 7 micro-batches"):
         parity.run(tiny(), layouts=parity.parse_layouts("ga=7"))
 
 
@@ -174,5 +174,5 @@ def test_command_line_and_exit_codes(cli, tmp_path):
     code, text, _ = cli("verify", config, mean, "--layouts", "ga=2", "--cases", "even")
     assert code == 1
     assert "FAILED: 1 of 1 differ" in text
-    code, _, text = cli("verify", config, "--layouts", "dp=2")
-    assert (code, text.splitlines()[0]) == (2, "error: --layouts: 'dp=2' is no layout on one process")
+    code, _, text = cli("verify", config, "--layouts", "tp=2")
+    assert (code, text.splitlines()[0]) == (2, "error: --layouts: 'tp=2' is no axis of a layout")

@@ -101,6 +101,10 @@ class TrainingConfig(Section):
     """The short global batch at the end of the data: use it or drop it."""
     micro_batch: Literal["padded", "packed"] = "padded"
     """Lay samples out padded to the longest, or end to end with block-diagonal attention; the step is the same."""
+    exact: bool = False
+    """Make every update equal to the bit, however the batch is spread over micro-batches, accumulation and
+    data-parallel ranks: each sample is a pass of its own, and all sums are of integers. Slower for short rows; needs
+    weights that are not sharded, and gradients in float32."""
     z_loss_weight: NonNegative = 0.0
     """Weight of the squared log-partition (z-loss) added to the loss; 0 = off."""
     rampup_batch_size: Annotated[list[Natural], MinLen(3), MaxLen(3)] | None = None
@@ -123,6 +127,22 @@ class TrainingConfig(Section):
             return {"steps": None, **data}
         return {name: value for name, value in data.items() if name != "steps"}
 
+    @model_validator(mode="after")
+    def _exact_fits(self) -> Self:
+        if self.exact and self.loss_normalization == "micro_batch_mean":
+            raise ConfigError(
+                "the mean of the micro-batches' means depends on how the batch is split, which `exact: true` rules out",
+                field="training.loss_normalization",
+                fix="write global_targets, or exact: false",
+            )
+        if self.exact and self.remainder == "drop":
+            raise ConfigError(
+                "which samples are dropped depends on micro-batch size and ranks, which `exact: true` rules out",
+                field="training.remainder",
+                fix="write use or error, or exact: false",
+            )
+        return self
+
 
 class ParallelismConfig(Section):
     """How many ranks share the work, and how."""
@@ -130,7 +150,11 @@ class ParallelismConfig(Section):
     data_parallel_shard: Annotated[Int, AfterValidator(shard_degree)] = -1
     """Ranks that shard weights, gradients and optimizer state; -1 = all data-parallel ranks, 1 = do not shard."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after the forward pass; `default`: unless pipeline parallel is used."""
+    """Free gathered weights after the forward pass; `default`: those of the layers, but not those of the head, which
+    the backward pass needs first."""
+    reduce: Literal["auto", "once_per_step", "every_micro_batch"] = "auto"
+    """When gradients of sharded weights are summed over the ranks: once a step, or after every micro-batch, which takes
+    less memory and more traffic; `auto`: once a step where the plan finds memory for it."""
     dense_fsdp_shard_size: Count | None = None
     """Smaller shard degree for weights outside the experts; null = `data_parallel_shard`."""
     cpu_offload: bool = False
@@ -520,4 +544,15 @@ class Config(Section):
                 field="train_dataset.split",
                 fix="remove train_dataset.split, or eval_dataset.path",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_gradients_are_float32(self) -> Config:
+        for field in ("gradient_dtype", "params_dtype"):
+            if self.training.exact and getattr(self.model, field) == "float64":
+                raise ConfigError(
+                    "`training.exact: true` adds gradients as integers, cut from float32, so float64 would be lost",
+                    field=f"model.{field}",
+                    fix="write float32, or training.exact: false",
+                )
         return self

@@ -93,6 +93,12 @@ def collate(samples: Sequence[Sample], places: Sequence[int], layout: str, dropo
     )
 
 
+def filler(dropout_key: int = 0) -> Batch:
+    """A micro-batch of no sample: one position of padding. A rank without samples takes part in the step with it."""
+    fields = {name: torch.full((1, 1), fill) for name, fill in _FILL.items()}
+    return Batch(**fields, spans=None, dropout_key=dropout_key, samples=0)
+
+
 _FILL = {"input_ids": 0, "labels": IGNORE, "position_ids": 0, "document_ids": NOWHERE, "sample_ids": NOWHERE}
 
 

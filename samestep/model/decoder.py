@@ -106,17 +106,18 @@ class Decoder(nn.Module):
             self.loss_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
         self.reset_buffers()
 
-    def reset_buffers(self) -> None:
-        """Fill the rotary tables, on the model's device. `to_empty` does not know them: call it again after that."""
-        spec = self.spec
+    def reset_buffers(self, device: torch.device | None = None) -> None:
+        """Fill the rotary tables, on the device of the weights unless told. `to_empty` does not know them: call it
+        again after that."""
+        spec, device = self.spec, device or self.device
         if spec.learned_positions or self._dynamic:
             return
         # Made on the CPU, so that every device turns by the same angles.
         cos, sin = rope_tables(
             spec.max_positions, spec.head_dim, spec.rope_theta, self.precision.rotary, "cpu", spec.rope_scaling
         )
-        self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
-        self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
+        self.register_buffer("rope_cos", cos.to(device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(device), persistent=False)
 
     @property
     def _dynamic(self) -> bool:
@@ -126,7 +127,14 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
+    def losses(self, batch: Batch, z_loss_weight: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `loss_head` gives for a micro-batch: forward pass and head in one call."""
+        return self.loss_head(self._outputs(batch).hidden, batch.labels, z_loss_weight)
+
     def forward(self, batch: Batch) -> Outputs:
+        return self._outputs(batch)
+
+    def _outputs(self, batch: Batch) -> Outputs:
         lengths = document_lengths(batch) if self._dynamic else None
         context = self._context(batch.position_ids, lengths)
         context.spans = batch.spans

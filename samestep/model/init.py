@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, initializer_range: float) -> None:
+def initialize(
+    model: nn.Module,
+    seed: int,
+    initializer_range: float,
+    place: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+) -> None:
     """Fill every parameter: matrices N(0, initializer_range^2), norm weights 1, biases 0.
 
     Drawn on the CPU in float32 whatever the parameter's dtype, so that a float64 model starts from the same numbers.
+
+    Args:
+        place: puts a whole first value, float32 on the CPU, into a parameter, or the part of it that this rank holds.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(first_value(name, parameter.shape, seed, initializer_range))
+        place(parameter, first_value(name, parameter.shape, seed, initializer_range))
 
 
 def first_value(name: str, shape: torch.Size, seed: int, initializer_range: float) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import nn
+
+from samestep.ops.exact_sum import FINEST_BITS, add_fixed_, from_fixed
 
 
 class GradientSink:
@@ -53,3 +56,69 @@ class GradientSink:
         self._buffers.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+class ExactSink:
+    """Accumulates gradients so that the sum does not depend on the order of the passes: as int64, see `exact_sum`.
+
+    The gradient of each backward pass is taken over as soon as autograd has finished it, and freed. The sums keep their
+    memory from step to step: 8 bytes a parameter.
+
+    Args:
+        parameters: (name, parameter) pairs; frozen ones are passed over.
+        device: of the parameters.
+
+    Attributes:
+        bits: the unit of the sums is 2^-bits.
+        largest: absolute value of a summand since `zero`, a scalar; NaN or infinite once one was not finite.
+        total: the sums of all parameters end to end, int64.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device):
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.bits = FINEST_BITS
+        self.largest = torch.zeros((), device=device)
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        self.total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._sums = dict(zip(self.parameters, self.total.split(sizes), strict=True))
+        self._found: set[str] = set()
+        piece = _PIECE["cpu" if device.type == "cpu" else "cuda"]
+        self._scratch = torch.empty(min(piece, max(sizes, default=1)), dtype=torch.int64, device=device)
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str):
+        def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.to(self.dtype).reshape(-1)
+            low, high = torch.aminmax(gradient)
+            self.largest = torch.maximum(self.largest, torch.maximum(-low, high))
+            add_fixed_(self._sums[name], gradient, self.bits, self._scratch)
+            self._found.add(name)
+            parameter.grad = None
+
+        return add
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Name -> sum so far, float32: rounded here for the first time. NaN where a summand was not finite."""
+        spoilt = torch.where(self.largest.isfinite(), 0.0, math.nan)
+        return {
+            name: from_fixed(self._sums[name].view_as(parameter), self.bits, self.dtype).add_(spoilt)
+            for name, parameter in self.parameters.items()
+            if name in self._found
+        }
+
+    def zero(self) -> None:
+        """Forget all sums."""
+        self.total.zero_()
+        self._found.clear()
+        self.largest = torch.zeros_like(self.largest)
+        self.bits = FINEST_BITS
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+_PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements converted at once: half a megabyte of int64, which a core's cache holds; a GPU wants few large kernels."""

@@ -1,6 +1,7 @@
 """Checkpoints: a directory is complete or does not exist. docs/checkpoints.md lists its files.
 
-All is written under a temporary name, flushed to disk, then renamed. Nothing is ever unpickled.
+Every rank writes its share of the tensors with PyTorch's distributed checkpoint, as safetensors; the rest is JSON. All
+is written under a temporary name, flushed to disk, then renamed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,22 +12,38 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from samestep.errors import CheckpointError
+from samestep.parallel.mesh import Mesh, World
 
 MARKER = "complete.json"
 BEST_FILE = "best.json"
 STATE_FILE = "state.json"
-FORMAT = 2
+MODEL, OPTIMIZER = "model", "optimizer"
+FORMAT = 3
+
+T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]
+
+# One process saves, and every rank reads, without the others on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 @dataclass(frozen=True)
@@ -38,13 +55,37 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """What a complete checkpoint holds."""
+    """A complete checkpoint: what it says of the run, and the names of its tensors, none of which is read yet."""
 
     path: Path
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    model: dict[str, Stored]
+    optimizer: dict[str, Stored]
     state: dict[str, Any]
+
+    def read(self, part: Literal["model", "optimizer"], targets: Tensors) -> None:
+        """Fill tensors in place with those of the same names and shapes.
+
+        Args:
+            targets: plain, or distributed in whatever layout. This rank reads the parts that it holds, and meets no
+                other rank.
+
+        Raises:
+            CheckpointError: a name that is not there, another shape, or a file that cannot be read.
+        """
+        reader = HuggingFaceStorageReader(str(self.path / part))
+        try:
+            dcp.load({name: tensor.detach() for name, tensor in targets.items()}, storage_reader=reader, no_dist=True)
+        except (OSError, SafetensorError, CheckpointException) as error:
+            raise CheckpointError(f"{self.path / part} could not be read: {_reason(error)}") from error
 
 
 def folder_name(step: int) -> str:
@@ -60,55 +101,225 @@ def save(
     root: Path,
     step: int,
     *,
-    model: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, torch.Tensor] | None,
+    model: Tensors,
+    optimizer: Tensors | None,
     state: Mapping[str, Any],
     texts: Mapping[str, str],
     keep: int,
+    mesh: Mesh,
     best: Best | None = None,
 ) -> Path:
-    """Write a checkpoint, then delete all but the newest `keep` and the best.
+    """Write a checkpoint, then delete all but the newest `keep` and the best. A collective of the mesh's storage group.
 
     Args:
+        model: weights by name; a plain tensor is the same on every rank, and one of them writes it.
         optimizer: None to leave it out (such a checkpoint can be evaluated, not resumed).
-        state: JSON values.
-        texts: further files by name.
+        state: JSON values; those of the first rank are written.
+        texts: further files by name, likewise.
         best: its checkpoint, this one or an older one, is named in `best.json` and never deleted.
 
     Raises:
-        CheckpointError: it could not be written; nothing is left behind and older checkpoints are untouched.
+        CheckpointError: on every rank, if any could not write its share; nothing is left behind and older checkpoints
+            are untouched.
     """
     final = root / folder_name(step)
-    temporary = root / f".writing-{folder_name(step)}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".writing-step-*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-        _save_tensors(temporary / "model.safetensors", model)
-        if optimizer is not None:
-            _save_tensors(temporary / "optimizer.safetensors", optimizer)
+    temporary = root / f".writing-{final.name}"
+    parts = {MODEL: model} if optimizer is None else {MODEL: model, OPTIMIZER: optimizer}
+
+    def finish() -> None:
         _write_text(temporary / STATE_FILE, json.dumps({"format": FORMAT, **state}, allow_nan=False))
         for name, text in texts.items():
             _write_text(temporary / name, text)
-        _write_text(temporary / MARKER, json.dumps(_inventory(temporary), indent=1))
+        _write_text(temporary / MARKER, json.dumps(_inventory(temporary, written), indent=1))
         _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
         _sync_folder(root)
         write_best(root, best)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _prune(root, keep, {final.name, folder_name(best.step)} if best else {final.name})
+
+    try:
+        _together(mesh, lambda: _begin(root, temporary) if mesh.is_first else None)
+        written: dict[str, FileFacts] = {}
+        for part, tensors in parts.items():
+            for facts in _together(mesh, partial(_save_tensors, temporary / part, tensors, mesh)):
+                written |= facts
+        _together(mesh, lambda: finish() if mesh.is_first else None)
+    except CheckpointError as error:
+        if mesh.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"{final} could not be written: {error}\n  fix: free disk space or set checkpoint.save_path; "
             "older checkpoints are untouched"
         ) from error
-    kept = {final.name, folder_name(best.step)} if best else {final.name}
+    return final
+
+
+FileFacts = dict[str, Any]
+"""Of one file: `bytes` and `sha256`."""
+
+
+def _together(mesh: Mesh, function: Callable[[], T]) -> list[T]:
+    """Call a function on every rank; returns its results by rank, on each.
+
+    Raises:
+        CheckpointError: it failed on any rank; every rank then raises, with the reasons of all.
+    """
+    outcome: tuple[Any, str | None]
+    try:
+        outcome = (function(), None)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        outcome = (None, _reason(error))
+    outcomes: list[tuple[Any, str | None]] = [outcome] * mesh.world.size
+    if mesh.storage_group is not None:
+        dist.all_gather_object(outcomes, outcome, group=mesh.storage_group)
+    reasons = {reason for _, reason in outcomes if reason is not None}
+    if reasons:
+        raise CheckpointError("; ".join(sorted(reasons)))
+    return [value for value, _ in outcomes]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the traces of all ranks that PyTorch puts in its message."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    for failure, _ in error.failures.values():
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure  # PyTorch catches that as well
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
+
+
+def _begin(root: Path, temporary: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".writing-step-*"):
+        shutil.rmtree(leftover)
+    temporary.mkdir()
+
+
+def _save_tensors(folder: Path, tensors: Tensors, mesh: Mesh) -> dict[str, FileFacts]:
+    """Write this rank's share of tensors; returns the files that it wrote, by their path below the checkpoint."""
+    dcp.save(
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        process_group=mesh.storage_group,
+        no_dist=mesh.storage_group is None,
+    )
+    own = sorted(folder.glob(f"shard-{mesh.world.rank + 1:05d}-*"))
+    for file in own:
+        _sync_file(file)  # PyTorch does so before it has flushed its own buffer
+    _sync_folder(folder)
+    return {f"{folder.name}/{file.name}": _facts(file) for file in own}
+
+
+def _prune(root: Path, keep: int, kept: set[str]) -> None:
     for old in complete_folders(root)[:-keep]:
         if old.name not in kept:
             shutil.rmtree(old, ignore_errors=True)
-    return final
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank has one and calls `save` at the same steps.
+
+    Args:
+        root: the folder of checkpoints.
+        keep: newest checkpoints that are not deleted.
+        in_background: `save` copies the tensors to CPU memory and returns; a thread writes them while training goes
+            on. At most one checkpoint is being written: a further one waits for it.
+        on_saved: told of each complete checkpoint its step, its path, and whether it was the best when it was made; in
+            the thread that calls `save`, `poll` or `wait`.
+    """
+
+    def __init__(
+        self, root: Path, mesh: Mesh, *, keep: int, in_background: bool, on_saved: Callable[[int, Path, bool], None]
+    ):
+        self.root, self.mesh, self.keep, self.in_background = root, mesh, keep, in_background
+        self._on_saved = on_saved
+        self._writing: tuple[int, bool, Future[Path]] | None = None
+        mesh.storage_group  # noqa: B018 - all ranks make it here, not in their threads
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Tensors,
+        optimizer: Tensors | None,
+        state: Mapping[str, Any],
+        texts: Mapping[str, str],
+        best: Best | None = None,
+    ) -> None:
+        """Write a checkpoint, as the function `save` does, after the former one is complete.
+
+        Raises:
+            CheckpointError: it, or the former one, could not be written.
+        """
+        self.wait()
+        if self.in_background:
+            model = _copies(model, self.mesh)
+            optimizer = None if optimizer is None else _copies(optimizer, self.mesh)
+
+        def write() -> Path:
+            return save(
+                self.root,
+                step,
+                model=model,
+                optimizer=optimizer,
+                state=state,
+                texts=texts,
+                keep=self.keep,
+                mesh=self.mesh,
+                best=best,
+            )
+
+        is_best = best is not None and best.step == step
+        if self.in_background:
+            self._writing = (step, is_best, _in_thread(write))
+        else:
+            self._on_saved(step, write(), is_best)
+
+    def poll(self) -> None:
+        """Tell of a checkpoint that has become complete; ranks may differ in when it has.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is not None and self._writing[2].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until no checkpoint is being written; otherwise like `poll`."""
+        if self._writing is not None:
+            (step, is_best, written), self._writing = self._writing, None
+            self._on_saved(step, written.result(), is_best)
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    # A process that ends on an error must not wait for ranks that are gone.
+    Thread(target=work, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _copies(tensors: Tensors, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """In CPU memory; what is distributed stays so, over the same ranks."""
+    return {name: _copy(tensor.detach(), mesh) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    assert mesh.storage is not None
+    part = tensor.to_local().to("cpu", copy=True)
+    return DTensor.from_local(
+        part, mesh.storage, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def abandon_after(root: Path, step: int) -> list[Path]:
@@ -149,16 +360,15 @@ def replace_file(file: Path, text: str) -> None:
     _sync_folder(file.parent)
 
 
-def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
@@ -170,12 +380,24 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        for file in sorted(folder.iterdir())
-        if file.name != MARKER
-    }
+def _inventory(folder: Path, written: Mapping[str, FileFacts]) -> dict[str, FileFacts]:
+    """Of every file but the marker.
+
+    Args:
+        written: what the ranks told of their files; only the files of this folder itself are read again.
+
+    Raises:
+        OSError: a file of another rank is not here.
+    """
+    for name in written:
+        if not (folder / name).is_file():
+            raise OSError(f"{name}, written by another rank, is not there: all ranks need the same file system")
+    own = {file.name: _facts(file) for file in folder.iterdir() if file.is_file()}
+    return dict(sorted({**own, **written}.items()))
+
+
+def _facts(file: Path) -> FileFacts:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def _sha256(file: Path) -> str:
@@ -219,6 +441,9 @@ def defect(folder: Path) -> str | None:
             return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
         if _sha256(file) != expected["sha256"]:
             return f"{name} is corrupted (its hash differs)"
+    for file in folder.glob("*/*"):
+        if file.relative_to(folder).as_posix() not in inventory:
+            return f"{file.relative_to(folder)} is not in {MARKER}: it is of another checkpoint"
     return None
 
 
@@ -233,25 +458,44 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def load(folder: Path, *, need_optimizer: bool = True) -> Checkpoint:
-    """Read a checkpoint.
+def verify(folder: Path) -> None:
+    """Read every byte of a checkpoint. One rank does it for all.
 
     Raises:
-        CheckpointError: not there, not complete, damaged, or without the optimizer state that was asked for.
+        CheckpointError: not there, not complete, or damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint")
     problem = defect(folder)
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}")
+
+
+def open_checkpoint(folder: Path, *, need_optimizer: bool = True) -> Checkpoint:
+    """What a checkpoint says and which tensors it has; cheap, on every rank, after one of them has verified it.
+
+    Raises:
+        CheckpointError: of another version, or without the optimizer state that was asked for.
+    """
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
-        raise CheckpointError(f"{folder}: has format {state['format']}, but this version reads {FORMAT}")
-    optimizer_file = folder / "optimizer.safetensors"
-    if need_optimizer and not optimizer_file.is_file():
+        raise CheckpointError(
+            f"{folder}: has format {state['format']}, but this version reads {FORMAT}\n"
+            "  fix: go on with the version of samestep that wrote it, or begin a new run"
+        )
+    if need_optimizer and not (folder / OPTIMIZER).is_dir():
         raise CheckpointError(f"{folder}: holds no optimizer state (no_save_optim), so it cannot be resumed")
-    optimizer = load_file(optimizer_file) if need_optimizer else {}
-    return Checkpoint(folder, load_file(folder / "model.safetensors"), optimizer, state)
+    optimizer = _stored(folder / OPTIMIZER) if need_optimizer else {}
+    return Checkpoint(folder, _stored(folder / MODEL), optimizer, state)
+
+
+def _stored(folder: Path) -> dict[str, Stored]:
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: Stored(tuple(facts.size), facts.properties.dtype)
+        for name, facts in found.items()
+        if isinstance(facts, TensorStorageMetadata)
+    }
 
 
 def random_states() -> dict[str, Any]:
@@ -267,20 +511,26 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Take over what `random_states` gave; states of devices that are not here are passed over.
+def set_random_states(states: Sequence[Mapping[str, Any]], world: World) -> None:
+    """Take over what `random_states` gave on this rank, if there were as many ranks.
+
+    Args:
+        states: by rank; those of devices that are not here are passed over.
 
     Raises:
         CheckpointError: another version of Python, NumPy or PyTorch wrote states that do not fit this one.
     """
+    if len(states) != world.size:
+        return
+    own = states[world.rank]
     try:
-        version, internal, gauss = states["python"]
+        version, internal, gauss = own["python"]
         random.setstate((version, tuple(internal), gauss))
-        numpy_state = states["numpy"]
+        numpy_state = own["numpy"]
         key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
         np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-        torch.set_rng_state(_bytes_tensor(states["torch"]))
-        for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", []), strict=False):
+        torch.set_rng_state(_bytes_tensor(own["torch"]))
+        for device, state in zip(range(torch.cuda.device_count()), own.get("cuda", []), strict=False):
             torch.cuda.set_rng_state(_bytes_tensor(state), device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

@@ -16,6 +16,7 @@ import torch
 
 from samestep.errors import CheckpointError
 from samestep.run.loggers import Logger, finite_only
+from samestep.run.record import EVENTS_FILE, METRICS_FILE
 from samestep.step.step import StepReport
 
 _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -58,11 +59,14 @@ def _resident_maximum() -> int:
 
 
 class JsonLines:
-    """A file of one JSON object a line. Each line reaches the operating system before `write` returns."""
+    """A file of one JSON object a line. Each line reaches the operating system before `write` returns.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = path.open("ab+", buffering=0)
+    Without a path nothing is kept: of many ranks one writes.
+    """
+
+    def __init__(self, path: Path | None):
+        self._is_kept = path is not None
+        self._file = (path or Path(os.devnull)).open("ab+", buffering=0)
         if self._file.seek(0, os.SEEK_END) and not _ends_line(self._file, self._file.tell()):
             self._file.write(b"\n")  # a kill left half a line, which the next one must not join
 
@@ -71,7 +75,8 @@ class JsonLines:
 
     def sync(self) -> int:
         """Force everything to disk; returns the size in bytes."""
-        os.fsync(self._file.fileno())
+        if self._is_kept:
+            os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
@@ -148,15 +153,14 @@ class Metrics:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         device: torch.device,
         flops_per_token: float,
         loggers: Sequence[Logger] = (),
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self.folder = folder
-        self.rows = JsonLines(folder / "metrics.jsonl")
-        self.events = JsonLines(folder / "events.jsonl")
+        self.rows = JsonLines(folder / METRICS_FILE if folder else None)
+        self.events = JsonLines(folder / EVENTS_FILE if folder else None)
         self.memory = PeakMemory(device)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(device)
         self._loggers, self._warn = list(loggers), warn
@@ -189,6 +193,7 @@ class Metrics:
             "mfu": rate * self._flops_per_token / self._peak_flops if self._peak_flops else None,
             "peak_memory_bytes": self.memory.bytes(),
             "skipped": report.skipped is not None,
+            **({"ranks": _extremes(report.ranks)} if len(report.ranks) > 1 else {}),
             **({"terms": terms} if terms else {}),
             **{name: _finite_parts(value) for name, value in (extra or {}).items()},
         }
@@ -223,6 +228,13 @@ class Metrics:
             self._guarded(logger, logger.close)
         self.rows.close()
         self.events.close()
+
+
+def _extremes(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """[least, greatest] over ranks of what each told."""
+    _, *columns = zip(*ranks, strict=True)
+    names = ("step_seconds", "data_seconds", "peak_memory_bytes")
+    return {name: [min(column), max(column)] for name, column in zip(names, columns, strict=True)}
 
 
 def _finite_parts(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from samestep.config.schema import TrainStateConfig
 from samestep.data.batch import Batch
 from samestep.errors import ConfigError
-from samestep.step.clip import global_norm
+from samestep.parallel.data import owned
+from samestep.parallel.mesh import Mesh
+from samestep.step.clip import square, squares
 from samestep.step.objective import Objective
 
 
@@ -31,8 +34,8 @@ class StepMonitor:
     A micro-batch's gradient is its share of the step's: the shares of a step add up to the gradient of the step.
     """
 
-    def __init__(self, settings: TrainStateConfig, model: nn.Module, objective: Objective):
-        self.settings, self.objective = settings, objective
+    def __init__(self, settings: TrainStateConfig, model: nn.Module, objective: Objective, mesh: Mesh):
+        self.settings, self.objective, self.mesh = settings, objective, mesh
         self.active = bool(settings.local_loss or settings.device_loss or settings.device_norm or settings.local_norm)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._watched = chosen(parameters, settings.local_norm)
@@ -42,13 +45,19 @@ class StepMonitor:
                 field="monitor.train_state.local_norm",
                 fix=f"write true, or a part of a name such as {next(iter(parameters))}",
             )
+        if self._watched and mesh.weights is not None:
+            raise ConfigError(
+                "with sharded weights no rank has the whole gradient of its own micro-batch",
+                field="monitor.train_state.local_norm",
+                fix="write device_norm: true, local_norm: false, or parallelism.data_parallel_shard: 1",
+            )
         for name in self._watched:
             parameters[name].register_hook(self._watcher(name))
         self.begin(())
 
     def _watcher(self, name: str):
         def watch(gradient: torch.Tensor) -> None:
-            self._arriving[name] = global_norm([gradient], gradient.device)
+            self._arriving[name] = square(gradient).sqrt()
 
         return watch
 
@@ -68,7 +77,8 @@ class StepMonitor:
 
     def on_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         if self.settings.device_norm:
-            self._device_norms = {name: global_norm([g], g.device) for name, g in gradients.items()}
+            shares = squares(gradients.values(), partial(owned, mesh=self.mesh), self.mesh.device)
+            self._device_norms = dict(zip(gradients, self.mesh.sum_(shares).sqrt(), strict=True))
 
     def read(self) -> dict[str, Any]:
         """The numbers of the step by the names of `metrics.jsonl`, floats; None where there were no targets or no

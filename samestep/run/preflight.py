@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from samestep.errors import ConfigError
+from samestep.parallel.mesh import launched
 from samestep.plan import Plan
 
 _GIB = 2**30
@@ -47,21 +48,26 @@ def checkpoint_bytes(plan: Plan) -> int:
     return plan.memory.parameters + plan.memory.optimizer + plan.memory.masters
 
 
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that this rank has: of its GPU, or its part of the machine's among the ranks that run there."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launched().local_size
+
+
 def check_memory(plan: Plan, device: torch.device) -> None:
     """What must be held throughout the run fits into the device.
 
     Raises:
         ConfigError: weights, gradients and optimizer state are larger than its memory.
     """
-    held = checkpoint_bytes(plan) + plan.memory.gradients + plan.memory.buffers
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = plan.memory
+    held = memory.parameters + memory.optimizer + memory.masters + memory.gradients + memory.buffers - memory.host
+    total = device_memory(device)
     if held > total:
         raise ConfigError(
             f"{plan.parameters:,} parameters need {held / _GIB:.3g} GiB of memory for weights, tables, gradients "
-            f"and optimizer, but {device.type} has {total / _GIB:.3g} GiB",
+            f"and optimizer, but {device.type} has {total / _GIB:.3g} GiB for a rank",
             field="model.hidden_size",
             fix="lower model.hidden_size, num_hidden_layers, vocab_size or max_position_embeddings",
         )

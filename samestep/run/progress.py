@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from samestep.step.step import StepReport
 
 _SHOWN_MICRO_BATCHES = 8
+_HELD = ("parameters", "buffers", "gradients", "optimizer", "masters")
+_MOVED = ("gathered", "transfers")
 
 
 def amount(value: float) -> str:
@@ -120,16 +122,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     epochs = "" if plan.epochs is None else f" = {plan.epochs:.2f} epochs of {plan.steps_per_epoch} steps"
     degrees = ("replicate", "shard", "tensor", "context", "pipeline")
     flops = known(plan.flops_per_step, "FLOP")
-    parts = (
-        f"parameters {mebibytes(memory.parameters)}",
-        f"buffers {mebibytes(memory.buffers)}",
-        f"gradients {mebibytes(memory.gradients)}",
-        f"optimizer {mebibytes(memory.optimizer)}",
-        f"masters {mebibytes(memory.masters)}",
-        f"activations ~{mebibytes(memory.activations)}",
-        f"logits ~{mebibytes(memory.logits)}",
-    )
-    return [
+    parts = [f"{name} {mebibytes(getattr(memory, name))}" for name in _HELD]
+    parts += [f"{name} {mebibytes(getattr(memory, name))}" for name in _MOVED if getattr(memory, name)]
+    parts += [f"{name} ~{mebibytes(getattr(memory, name))}" for name in ("activations", "logits")]
+    host = f", {mebibytes(memory.host)} of it in CPU memory" if memory.host else ""
+    rows = [
         ("layout", " x ".join(f"{name} {getattr(layout, name)}" for name in degrees)),
         ("global batch", batch),
         ("run", f"{plan.steps} steps{epochs}"),
@@ -138,5 +135,12 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
             f"{known(plan.tokens)} tokens, {known(plan.targets)} targets, {known(plan.padding)} padding, {flops}",
         ),
         ("parameters", f"{plan.parameters:,}"),
-        ("memory", f"{mebibytes(memory.total)}: {', '.join(parts)}"),
+        ("memory", f"{mebibytes(memory.total)}{host}: {', '.join(parts)}"),
     ]
+    if plan.sent_bytes:
+        rows.append(("sent", f"{mebibytes(plan.sent_bytes)} by a rank in a step"))
+    if layout.shard > 1 and plan.accumulation_steps > 1:
+        for cost in plan.reductions:
+            text = f"{cost.reduce}: memory {mebibytes(cost.memory.total)}, sent {mebibytes(cost.sent)}"
+            rows.append(("reduce", f"{text}{' (chosen)' if cost.reduce == plan.reduce else ''}"))
+    return rows

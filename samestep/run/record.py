@@ -16,6 +16,7 @@ from samestep.run import checkpoint
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.resolved.yaml"
 
 
@@ -45,6 +46,11 @@ class RunRecord:
             return True
         origin, state = self.origin, loaded.state
         return origin is not None and state["run_id"] == origin.run_id and state["run"]["step"] <= origin.step
+
+
+def kept_bytes(record: RunRecord, loaded: checkpoint.Checkpoint | None) -> int:
+    """Size to which `metrics.jsonl` is cut back: 0 for a run that begins, be it from another run's checkpoint."""
+    return loaded.state["metrics_bytes"] if loaded and record.owns(loaded) else 0
 
 
 def holds_run(folder: Path) -> bool:

@@ -32,7 +32,7 @@ def _value(config: Config, field: str) -> Any:
 
 
 def find_checkpoint(resume: str, folder: Path, root: Path, root_field: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, or None to begin; and why newer ones were passed over.
+    """The checkpoint to go on from, every byte of it verified, or None to begin; and why newer ones were passed over.
 
     Args:
         resume: `none`, `auto`, or the path of a checkpoint or of a run folder, which stands for its newest one.
@@ -41,7 +41,7 @@ def find_checkpoint(resume: str, folder: Path, root: Path, root_field: str) -> t
 
     Raises:
         ConfigError: a run would begin in a folder that holds one.
-        CheckpointError: there are checkpoints, but none that can be used.
+        CheckpointError: there are checkpoints, but none that can be used; or the named one cannot be used.
     """
     if resume == "none":
         if holds_run(folder):
@@ -62,13 +62,16 @@ def find_checkpoint(resume: str, folder: Path, root: Path, root_field: str) -> t
         )
     record = read_record(folder)
     if found is None and record is not None and record.origin is not None:
-        return Path(record.origin.checkpoint), []
+        return _named(Path(record.origin.checkpoint))
     return found, passed_over
 
 
 def _named(path: Path) -> tuple[Path, list[str]]:
     is_run = (path / RUN_FILE).is_file() or (path / "checkpoints").is_dir()
-    return newest_checkpoint(path) if is_run else (path, [])
+    if is_run:
+        return newest_checkpoint(path)
+    checkpoint.verify(path)
+    return path, []
 
 
 def check_settings(config: Config, loaded: checkpoint.Checkpoint) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 
 from samestep.config.load import load as load_config
 from samestep.config.schema import Config
-from samestep.data.batch import Batch, collate
+from samestep.data.batch import Batch, collate, filler
 from samestep.data.order import StepSamples
-from samestep.data.rows import Rows
+from samestep.data.rows import Rows, Sample
 from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError
 from samestep.families import parameter_shapes, resolve_model
@@ -21,7 +23,10 @@ from samestep.model.decoder import Decoder
 from samestep.model.init import initialize
 from samestep.model.weights import check_tensors
 from samestep.ops import Precision, random_key
-from samestep.ops.gradient_sink import GradientSink
+from samestep.ops.gradient_sink import ExactSink, GradientSink
+from samestep.parallel.data import GradientReduction, like, local, place, shard
+from samestep.parallel.exact import ExactReduction
+from samestep.parallel.mesh import Mesh, choose_device
 from samestep.plan import split_step, usable_samples
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE
@@ -33,57 +38,93 @@ from samestep.step.update import Updater
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def micro_batches(config: Config, rows: Rows, samples: StepSamples, step: int) -> list[Batch]:
-    """The micro-batches of one step on this process; empty where `remainder: drop` leaves nothing.
+def micro_batches(config: Config, rows: Rows, samples: StepSamples, step: int, mesh: Mesh) -> list[Batch]:
+    """The micro-batches of one step on this rank, as many as on every other; empty on all of them where
+    `remainder: drop` leaves nothing.
 
     Args:
         step: number of the step, which keys its dropout.
     """
-    training = config.training
-    usable = usable_samples(len(samples.rows), training.local_batch_size, training.remainder)
-    (ranges,) = split_step(usable, 1, training.local_batch_size)
+    training, ranks = config.training, mesh.layout.data_parallel
+    usable = usable_samples(len(samples.rows), ranks * training.local_batch_size, training.remainder)
+    table = split_step(usable, ranks, 1 if training.exact else training.local_batch_size)
     key = random_key(training.seed, step)
+    ranges = table[mesh.data_rank]
+    batches = collate_ranges(ranges, lambda i: rows[int(samples.rows[i])], samples.places, training.micro_batch, key)
+    return fill_up(batches, max(map(len, table)), key)
+
+
+def collate_ranges(
+    ranges: Sequence[tuple[int, int]],
+    sample: Callable[[int], Sample],
+    places: np.ndarray,
+    layout: str,
+    dropout_key: int,
+) -> list[Batch]:
+    """Micro-batches of the samples `start` to `stop` of a global batch.
+
+    Args:
+        sample: place in the global batch -> the sample.
+        places: in the endless order, of the global batch.
+    """
     return [
-        collate(
-            [rows[int(row)] for row in samples.rows[start:stop]],
-            [int(place) for place in samples.places[start:stop]],
-            training.micro_batch,
-            key,
-        )
+        collate([sample(i) for i in range(start, stop)], places[start:stop].tolist(), layout, dropout_key)
         for start, stop in ranges
     ]
 
 
-def build_model(config: Config, vocab_size: int, precision: Precision | None = None) -> Decoder:
-    """The model with its first values, on the CPU."""
-    model = Decoder(resolve_model(config.model, vocab_size), precision or Precision.from_config(config.model))
-    initialize(model, config.training.seed, config.model.initializer_range)
+def fill_up(batches: list[Batch], count: int, dropout_key: int) -> list[Batch]:
+    """`count` micro-batches: ranks with fewer than another take part in every collective with empty ones."""
+    return batches + [filler(dropout_key)] * (count - len(batches))
+
+
+def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precision | None = None) -> Decoder:
+    """The model with its first values, on the device of the mesh; of a sharded one this rank's part."""
+    precision = precision or Precision.from_config(config.model)
+    spec = resolve_model(config.model, vocab_size)
+    if mesh.weights is None:
+        model = Decoder(spec, precision).to(mesh.device)
+    else:
+        with torch.device("meta"):
+            model = Decoder(spec, precision)
+        shard(model, mesh, config.parallelism, precision)
+        model.to_empty(device="cpu" if config.parallelism.cpu_offload else mesh.device)
+        model.reset_buffers(mesh.device)
+    initialize(model, config.training.seed, config.model.initializer_range, place)
     return model
 
 
-def build_step(config: Config, model: Decoder) -> TrainStep:
-    """The step on a model: objective, optimizer, schedule and gradient sink as the config says.
+def build_step(
+    config: Config, model: Decoder, mesh: Mesh, reduce: Literal["once_per_step", "every_micro_batch"]
+) -> TrainStep:
+    """The step on a model: objective, optimizer, schedule, and how gradients add up, as the config says.
 
     Args:
         config: with its length in steps (`plan.in_steps`).
+        reduce: from the plan.
     """
     training = config.training
     assert training.steps is not None
     parameters = list(model.named_parameters())
+    sink: GradientSink | ExactSink
+    reduction: GradientReduction | ExactReduction
+    if training.exact:
+        reduction = ExactReduction(mesh, training.global_batch_size)
+        sink = ExactSink(parameters, mesh.device)
+    else:
+        sink = GradientSink(parameters, model.precision.gradient)
+        reduction = GradientReduction(model, mesh, reduce, model.precision.reduce)
     return TrainStep(
         model,
         DecoderObjective(training.z_loss_weight),
         Updater(parameters, config.optimizer, make_schedule(config.lr_scheduler, training.steps)),
-        GradientSink(parameters, model.precision.gradient),
-        device=model.device,
+        sink,
+        reduction,
+        mesh,
         max_norm=training.max_norm,
         loss_dtype=model.precision.loss,
         micro_batch_mean=training.loss_normalization == "micro_batch_mean",
     )
-
-
-def choose_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe_machine(device: torch.device) -> str:
@@ -109,9 +150,12 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     Raises:
         CheckpointError: no complete checkpoint, or one of another shape.
     """
-    is_checkpoint = checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file()
-    path = folder if is_checkpoint else newest_checkpoint(folder)[0]
-    loaded = checkpoint.load(path, need_optimizer=False)
+    path = folder
+    if checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file():
+        checkpoint.verify(folder)
+    else:
+        path = newest_checkpoint(folder)[0]
+    loaded = checkpoint.open_checkpoint(path, need_optimizer=False)
     config = load_config(path / CONFIG_FILE, overrides).config
     tokenizer = kept_tokenizer(loaded)
     model = Decoder(resolve_model(config.model, tokenizer.vocab_size), Precision.from_config(config.model))
@@ -142,11 +186,32 @@ def kept_tokenizer(loaded: checkpoint.Checkpoint) -> Tokenizer:
 
 
 def load_weights(model: Decoder, loaded: checkpoint.Checkpoint) -> None:
-    """Put a checkpoint's weights into a model.
+    """Put a checkpoint's weights into a model, however either is laid out over ranks.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of another shape.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in loaded.model.items()}
+    shapes = {name: stored.shape for name, stored in loaded.model.items()}
     check_tensors(shapes, parameter_shapes(model.spec), str(loaded.path))
-    model.load_state_dict(loaded.model, strict=not model.spec.tied)
+    loaded.read("model", dict(model.named_parameters()))
+
+
+def load_updater(updater: Updater, loaded: checkpoint.Checkpoint) -> None:
+    """Put a checkpoint's optimizer state into an updater, however either is laid out over ranks.
+
+    Raises:
+        CheckpointError: the state is of other parameters or of another optimizer.
+    """
+    tensors = {
+        name: _room(stored, updater.parameters.get(name.partition(".")[2])) for name, stored in loaded.optimizer.items()
+    }
+    loaded.read("optimizer", tensors)
+    updater.load_state(tensors, loaded.state["run"]["updates"])
+
+
+def _room(stored: checkpoint.Stored, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Memory for a tensor of a parameter's optimizer state, split as the parameter is; what has another shape than it,
+    such as a number, is whole on every rank."""
+    if parameter is None or stored.shape != parameter.shape:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    return like(torch.empty_like(local(parameter), dtype=stored.dtype), parameter)

@@ -14,35 +14,47 @@ from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from samestep.config.load import dump
 from samestep.config.schema import Config
 from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
-from samestep.errors import CheckpointError, ConfigError, TrainingError
-from samestep.plan import Progress, in_steps, make_plan
+from samestep.errors import CheckpointError, ConfigError, DataError, TrainingError
+from samestep.parallel.mesh import Mesh, choose_device, join
+from samestep.plan import Progress, in_steps, make_plan, resolve_layout, usable_samples
 from samestep.run import checkpoint
 from samestep.run.evaluate import evaluate
 from samestep.run.loggers import check_packages, make_loggers
 from samestep.run.metrics import Metrics, check_cut, cut_back
 from samestep.run.monitor import StepMonitor
-from samestep.run.preflight import check_folder, check_memory, checkpoint_bytes
+from samestep.run.preflight import check_folder, check_memory, checkpoint_bytes, device_memory
 from samestep.run.profile import StepProfiler
 from samestep.run.progress import Display, number, show_plan
-from samestep.run.record import CONFIG_FILE, METRICS_FILE, record_of, write_record
+from samestep.run.record import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    RunRecord,
+    kept_bytes,
+    record_of,
+    write_record,
+)
 from samestep.run.report import PLAN_FILE, REPORT_FILE, can_draw, write_report
 from samestep.run.resume import check_settings, find_checkpoint, fixed_settings
 from samestep.run.setup import (
     TOKENIZER_FILE,
     build_model,
     build_step,
-    choose_device,
     describe_machine,
     kept_tokenizer,
+    load_updater,
     load_weights,
     micro_batches,
 )
 from samestep.step.step import StepReport
+
+_SAME_SIGNAL_SECONDS = 1.0
 
 
 @dataclass
@@ -97,7 +109,7 @@ class Events:
         """After each evaluation; the loss is NaN if there was no target."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is complete."""
+        """After a checkpoint is complete; with `checkpoint.async_save` that is some steps later."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, unless an error ended the run."""
@@ -125,62 +137,97 @@ class Trainer:
         self.state = RunState()
         self.best: checkpoint.Best | None = None
         self.stop_signal: signal.Signals | None = None
+        self._signalled_at = 0.0
+        self.stop_agreed = False
+        self.world = join()
+        self.mesh = Mesh(resolve_layout(config.parallelism, self.world.size), self.world, choose_device())
+        self.device = self.mesh.device
         check_packages(config.monitor)
         root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
-        self.last_checkpoint, passed_over = find_checkpoint(resume, self.folder, self.checkpoints, root_field)
-        loaded = checkpoint.load(self.last_checkpoint) if self.last_checkpoint else None
-        self.record = record_of(self.folder, self.checkpoints, loaded)
+        self.last_checkpoint, passed_over = self.mesh.from_first(
+            lambda: find_checkpoint(resume, self.folder, self.checkpoints, root_field)
+        )
+        loaded = checkpoint.open_checkpoint(self.last_checkpoint) if self.last_checkpoint else None
+        self.record = self.mesh.from_first(lambda: self._check_records(loaded))
         if loaded:
-            self._check_records(loaded)
-        self.device = choose_device()
-        self.profiler = StepProfiler(config.profiler, self.folder / "profile", self.device)
+            self.state = RunState(**loaded.state["run"])
+            self.best = self._kept_best(loaded)
+        self.profiler = StepProfiler(config.profiler, self.folder / "profile", self.device, self.world.rank)
         torch.use_deterministic_algorithms(config.training.deterministic)
         self.data = load_data(config, kept_tokenizer(loaded) if loaded else None)
         self._check_best()
-        if loaded:
-            self._check_data(loaded)
+        self._check_data(loaded)
         progress = Progress(self.state.step, self.state.consumed_samples, self.state.tokens)
-        self.plan = make_plan(config, 1, data_facts(config, self.data), progress)
-        self._check_machine(root_field)
-        self.display = Display(self.plan.steps, config.monitor.log_interval)
+        limit = device_memory(self.device)
+        self.plan = make_plan(config, self.world.size, data_facts(config, self.data), progress, limit)
+        check_memory(self.plan, self.device)
+        self.mesh.from_first(lambda: self._check_folders(root_field))
+        self.display = Display(
+            self.plan.steps, config.monitor.log_interval, None if self.mesh.is_first else Console(quiet=True)
+        )
+        if loaded and config.training.exact and self.device.type == "cpu":
+            torch.set_num_threads(loaded.state["threads"])  # some kernels sum in an order that depends on it
         self.order = make_order(config, self.data)
-        self.model = build_model(config, self.data.tokenizer.vocab_size).to(self.device)
-        self.step = build_step(in_steps(config, self.plan.steps), self.model)
-        self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective)
+        self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
+        self.step = build_step(in_steps(config, self.plan.steps), self.model, self.mesh, self.plan.reduce)
+        self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
+        self.saver = checkpoint.Saver(
+            self.checkpoints,
+            self.mesh,
+            keep=config.checkpoint.save_max,
+            in_background=config.checkpoint.async_save,
+            on_saved=self._on_saved,
+        )
         if loaded:
             load_weights(self.model, loaded)
-            self.step.updater.load_state(loaded.optimizer, self.state.updates)
-            checkpoint.set_random_states(loaded.state["random"])
-        abandoned, lost = self._open_folder(loaded)
-        flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1)
-        loggers = make_loggers(config, self.folder)
-        self.metrics = Metrics(self.folder, self.device, flops_per_token, loggers, self.warn)
+            load_updater(self.step.updater, loaded)
+            checkpoint.set_random_states(loaded.state["random"], self.world)
+        abandoned, lost = self.mesh.from_first(lambda: self._open_folder(loaded))
+        flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1) / self.world.size
+        loggers = make_loggers(config, self.folder) if self.mesh.is_first else []
+        folder = self.folder if self.mesh.is_first else None
+        self.metrics = Metrics(folder, self.device, flops_per_token, loggers, self.warn)
         for text in [*warnings, *(f"checkpoint passed over: {reason}" for reason in passed_over)]:
             self.warn(text)
         if loaded:
-            checkpoint.set_random_states(loaded.state["random"])  # once more: a logger may have drawn from them
+            # Once more: a logger may have drawn from them.
+            checkpoint.set_random_states(loaded.state["random"], self.world)
             self._record_resume(loaded, abandoned, lost)
 
     # ---- before the loop
 
-    def _check_records(self, loaded: checkpoint.Checkpoint) -> None:
+    def _check_records(self, loaded: checkpoint.Checkpoint | None) -> RunRecord:
         """Before the data is read: the run folder and the configuration go with the checkpoint."""
-        check_settings(self.config, loaded)
-        self.state = RunState(**loaded.state["run"])
-        check_cut(self.folder / METRICS_FILE, self._kept_bytes(loaded), self.state.step)
-        best = loaded.state["best"] if self.config.checkpoint.keep_best else None
-        if best and (self.checkpoints / checkpoint.folder_name(best["step"]) / checkpoint.MARKER).is_file():
-            self.best = checkpoint.Best(**best)
+        record = record_of(self.folder, self.checkpoints, loaded)
+        if loaded:
+            check_settings(self.config, loaded)
+            check_cut(self.folder / METRICS_FILE, kept_bytes(record, loaded), loaded.state["run"]["step"])
+        return record
 
-    def _check_data(self, loaded: checkpoint.Checkpoint) -> None:
-        if loaded.state["data_fingerprint"] != self.data.train.fingerprint:
+    def _kept_best(self, loaded: checkpoint.Checkpoint) -> checkpoint.Best | None:
+        """The best so far, if its checkpoint is still there."""
+        best = loaded.state["best"] if self.config.checkpoint.keep_best else None
+        if best is None:
+            return None
+        marker = self.checkpoints / checkpoint.folder_name(best["step"]) / checkpoint.MARKER
+        return checkpoint.Best(**best) if self.mesh.from_first(marker.is_file) else None
+
+    def _check_data(self, loaded: checkpoint.Checkpoint | None) -> None:
+        """Every rank, and the run so far, has the same training rows."""
+        prints = self.mesh.gather(self.data.train.fingerprint)
+        if len(set(prints)) > 1:
+            odd = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
+            raise DataError(
+                f"train_dataset: rank {odd} reads other training data than rank 0, so a sample would be trained twice "
+                "or never\n  fix: give all machines the same files, and the same version of the tokenizer"
+            )
+        if loaded and loaded.state["data_fingerprint"] != self.data.train.fingerprint:
             raise CheckpointError(
                 f"{loaded.path}: the training data differs from what this run began with, so its place in the "
                 "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
             )
 
-    def _check_machine(self, root_field: str) -> None:
-        check_memory(self.plan, self.device)
+    def _check_folders(self, root_field: str) -> None:
         check_folder(self.folder, "output_dir")
         if self.config.checkpoint.enable_save:
             check_folder(self.checkpoints, root_field, checkpoint_bytes(self.plan))
@@ -193,10 +240,6 @@ class Trainer:
                 fix="write eval_dataset.path or train_dataset.split, or keep_best: false",
             )
 
-    def _kept_bytes(self, loaded: checkpoint.Checkpoint | None) -> int:
-        """Size to which `metrics.jsonl` is cut back: 0 for a run that begins, be it from another run's checkpoint."""
-        return loaded.state["metrics_bytes"] if loaded and self.record.owns(loaded) else 0
-
     def _open_folder(self, loaded: checkpoint.Checkpoint | None) -> tuple[list[Path], int]:
         """Make the run folder; take later checkpoints and rows out of the way. Returns the checkpoints' new paths and
         the number of rows."""
@@ -204,7 +247,7 @@ class Trainer:
         write_record(self.folder, self.record)
         # Checkpoints first: each that is left needs the rows before it.
         abandoned = checkpoint.abandon_after(self.checkpoints, self.state.step) if loaded else []
-        lost = cut_back(self.folder / METRICS_FILE, self._kept_bytes(loaded), self.folder / "metrics.lost.jsonl")
+        lost = cut_back(self.folder / METRICS_FILE, kept_bytes(self.record, loaded), self.folder / "metrics.lost.jsonl")
         (self.folder / CONFIG_FILE).write_text(self._resolved_config(), encoding="utf-8")
         (self.folder / TOKENIZER_FILE).write_text(self.data.tokenizer.to_json(), encoding="utf-8")
         (self.folder / PLAN_FILE).write_text(json.dumps(self.plan.as_dict(), indent=1), encoding="utf-8")
@@ -217,7 +260,8 @@ class Trainer:
         return dump(self.config.model_copy(update={"tokenizer": tokenizer}))
 
     def _record_resume(self, loaded: checkpoint.Checkpoint, abandoned: Sequence[Path], lost: int) -> None:
-        checkpoint.write_best(self.checkpoints, self.best)  # it may know of evaluations that are now undone
+        if self.mesh.is_first:
+            checkpoint.write_best(self.checkpoints, self.best)  # it may know of evaluations that are now undone
         step = self.state.step
         self.metrics.event("resume", step, checkpoint=str(loaded.path), rows_moved_to_lost=lost)
         self.display.say(f"resumed from {loaded.path} at step {step}")
@@ -257,6 +301,7 @@ class Trainer:
             self.display.start(self.state.step)
             while self.state.step < self.plan.steps and not self._stopping():
                 self._take_step()
+                self.saver.poll()
                 found_best = False
                 if self._wanted("should_evaluate") or self._due(self.config.evaluation.interval_steps):
                     found_best = self._evaluate()
@@ -265,6 +310,7 @@ class Trainer:
                 if wanted or due or found_best or self._stopping():
                     self._save()
                 self._check_skips()
+            self.saver.wait()
             self._tell("on_train_end")
         finally:
             self._close()
@@ -280,11 +326,24 @@ class Trainer:
     def _take_profiled_step(self) -> None:
         start = time.perf_counter()
         self._tell("on_step_begin")
+        fetching = time.perf_counter()
         batches = self._next_batches()
+        fetched = time.perf_counter()
         self.state.step += 1
+
+        def tell() -> tuple[float, ...]:
+            seconds = time.perf_counter() - start
+            return float(self.stop_signal is not None), seconds, fetched - fetching, self.metrics.memory.bytes()
+
         self.monitor.begin(batches)
         hooked = bool(self.listeners) or self.monitor.active
-        report = self.step(batches, *((self._on_micro_batch, self._on_gradients) if hooked else ()))
+        report = self.step(
+            batches,
+            on_micro_batch=self._on_micro_batch if hooked else None,
+            on_gradients=self._on_gradients if hooked else None,
+            tell=tell,
+        )
+        self.stop_agreed |= any(asked for asked, *_ in report.ranks)
         self.state.updates = self.step.updater.updates
         self.state.tokens += report.tokens
         self.state.skipped += report.skipped is not None
@@ -301,10 +360,12 @@ class Trainer:
         while True:
             samples = self.order.next(self.state.consumed_samples)
             self.state.consumed_samples = samples.consumed
-            batches = micro_batches(self.config, self.data.train, samples, self.state.step + 1)
-            used = sum(batch.samples for batch in batches)
-            if used < len(samples.rows):
-                self.metrics.event("dropped_samples", self.state.step + 1, samples=len(samples.rows) - used)
+            batches = micro_batches(self.config, self.data.train, samples, self.state.step + 1, self.mesh)
+            training, found = self.config.training, len(samples.rows)
+            unit = self.plan.layout.data_parallel * training.local_batch_size
+            dropped = found - usable_samples(found, unit, training.remainder)
+            if dropped:
+                self.metrics.event("dropped_samples", self.state.step + 1, samples=dropped)
             if batches:
                 return batches
 
@@ -322,9 +383,10 @@ class Trainer:
     def _check_skips(self) -> None:
         limit = self.config.training.max_consecutive_skipped_steps
         if limit and self.state.consecutive_skips >= limit:
+            self.saver.wait()
             raise TrainingError(
                 f"{self.state.consecutive_skips} steps in a row were skipped (training.max_consecutive_skipped_steps "
-                f"{limit}); see {self.metrics.events.path} for the reasons\n  fix: look at the data and the learning "
+                f"{limit}); see {self.folder / EVENTS_FILE} for the reasons\n  fix: look at the data and the learning "
                 f"rate; the state is saved in {self.last_checkpoint}"
             )
 
@@ -334,7 +396,9 @@ class Trainer:
             return False
         start = time.perf_counter()
         size = self.config.evaluation.local_batch_size or self.config.training.local_batch_size
-        loss, targets = evaluate(self.model, self.step.objective, self.data.evaluation, size, self.device)
+        loss, targets = evaluate(
+            self.model, self.step.objective, self.data.evaluation, size, self.mesh, exact=self.config.training.exact
+        )
         self.metrics.evaluation(self.state.step, loss, targets, time.perf_counter() - start)
         self.display.say(
             f"step {self.state.step}/{self.plan.steps}  validation loss {number(loss)} ({targets} targets)"
@@ -351,8 +415,7 @@ class Trainer:
         if not settings.enable_save:
             return
         metrics_bytes = self.metrics.rows.sync()
-        self.last_checkpoint = checkpoint.save(
-            self.checkpoints,
+        self.saver.save(
             self.state.step,
             model=dict(self.model.named_parameters()),
             optimizer=None if settings.no_save_optim else self.step.updater.state(),
@@ -364,16 +427,18 @@ class Trainer:
                 "global_batch_size": self.config.training.global_batch_size,
                 "data_fingerprint": self.data.train.fingerprint,
                 "end_token": self.data.tokenizer.end_token,
-                "random": checkpoint.random_states(),
+                "threads": torch.get_num_threads(),
+                "random": self.mesh.gather(checkpoint.random_states()),
                 "best": asdict(self.best) if self.best else None,
             },
             texts={CONFIG_FILE: self._resolved_config(), TOKENIZER_FILE: self.data.tokenizer.to_json()},
-            keep=settings.save_max,
             best=self.best,
         )
-        is_best = self.best is not None and self.best.step == self.state.step
-        self.metrics.event("checkpoint", self.state.step, path=str(self.last_checkpoint), best=is_best)
-        self._tell("on_save", self.last_checkpoint)
+
+    def _on_saved(self, step: int, path: Path, is_best: bool) -> None:
+        self.last_checkpoint = path
+        self.metrics.event("checkpoint", step, path=str(path), best=is_best)
+        self._tell("on_save", path)
 
     # ---- the end
 
@@ -381,7 +446,7 @@ class Trainer:
         self._record_trace(self.profiler.close())
         self.display.stop()
         self.metrics.close()
-        if self.config.monitor.report and not isinstance(sys.exception(), KeyboardInterrupt):
+        if self.mesh.is_first and self.config.monitor.report and not isinstance(sys.exception(), KeyboardInterrupt):
             self._write_report()
 
     def _write_report(self) -> None:
@@ -414,13 +479,22 @@ class Trainer:
         step = self.state.step
         return step == self.plan.steps or bool(interval and step % interval == 0)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended the run. Alone it counts as soon as it is there; with others, once all have heard."""
+        return self.stop_agreed or (self.world.size == 1 and self.stop_signal is not None)
+
     def _stopping(self) -> bool:
         limit = self.config.training.max_consecutive_skipped_steps
         failing = bool(limit) and self.state.consecutive_skips >= limit
-        return failing or self.stop_signal is not None or any(listener.should_stop for listener in self.listeners)
+        return failing or self.is_stopped or self._asked("should_stop")
+
+    def _asked(self, flag: str) -> bool:
+        """Whether a listener on any rank has set its flag. A collective where there are listeners."""
+        return bool(self.listeners) and self.mesh.any(any(getattr(listener, flag) for listener in self.listeners))
 
     def _wanted(self, flag: str) -> bool:
-        wanted = any(getattr(listener, flag) for listener in self.listeners)
+        wanted = self._asked(flag)
         for listener in self.listeners:
             setattr(listener, flag, False)
         return wanted
@@ -445,7 +519,11 @@ class Trainer:
         self._tell("on_gradients", gradients)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.stop_signal is not None:
+            # A launcher passes on to its processes what the terminal has sent them as well.
+            if self.world.size > 1 and now - self._signalled_at < _SAME_SIGNAL_SECONDS:
+                return
             raise KeyboardInterrupt
-        self.stop_signal = signal.Signals(number)
+        self.stop_signal, self._signalled_at = signal.Signals(number), now
         self.display.say(f"{self.stop_signal.name}: finishing this step, then saving (once more to stop at once)")

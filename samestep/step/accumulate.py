@@ -10,6 +10,7 @@ from torch import nn
 from samestep.data.batch import Batch
 from samestep.step.objective import Objective
 
+BeforeHook = Callable[[int, int], None]
 MicroBatchHook = Callable[[int, dict[str, torch.Tensor]], None]
 
 
@@ -21,6 +22,7 @@ def accumulate(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    before: BeforeHook,
     on_micro_batch: MicroBatchHook | None = None,
 ) -> torch.Tensor:
     """Run every micro-batch forward and, at once, backward, so that memory does not grow with their number.
@@ -28,19 +30,20 @@ def accumulate(
     Args:
         denominators: (micro-batch, term) -> what the term's sum is divided by, a scalar on the device.
         dtype: of the losses, float32 or wider.
+        before: called before each forward with its index and how many there are.
         on_micro_batch: called after each backward with its index and detached sums.
 
     Returns:
-        Sums [terms] of the terms in the order of `objective.weights`, each weighed as in the loss: sum over
-        micro-batches of S_t / denominator, without gradient, in float64.
+        S_t / denominator [micro-batches, terms], terms in the order of `objective.weights`, without gradient, float64.
     """
-    totals = torch.zeros(len(objective.weights), dtype=torch.float64, device=device)
+    rows = []
     for index, batch in enumerate(batches):
+        before(index, len(batches))
         sums = objective.sums(model, batch.to(device))
         parts = {term: sums[term].to(dtype) / denominators(index, term) for term in objective.weights}
         trained = [weight * parts[term] for term, weight in objective.weights.items() if weight]
         torch.stack(trained).sum().backward()
-        totals += torch.stack([parts[term].detach().double() for term in objective.weights])
+        rows.append(torch.stack([parts[term].detach().double() for term in objective.weights]))
         if on_micro_batch is not None:
             on_micro_batch(index, {term: value.detach() for term, value in sums.items()})
-    return totals
+    return torch.stack(rows)

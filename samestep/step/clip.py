@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 _CHUNK = 65_536
 
 
-def global_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """L2 norm over all elements of all gradients, a float64 scalar.
+def squares(
+    gradients: Iterable[torch.Tensor], owned: Callable[[torch.Tensor, int], torch.Tensor | None], device: torch.device
+) -> torch.Tensor:
+    """This rank's share of the sum of squares of each gradient, float64 [gradients] on `device`.
+
+    The sum over ranks is the square of each gradient's L2 norm, whatever mix of layouts they have.
+
+    Args:
+        owned: (gradient, its number) -> what this rank answers for of it, or None; over all ranks, every element once.
+    """
+    shares = [owned(gradient, number) for number, gradient in enumerate(gradients)]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    found = [nothing if share is None else square(share).to(device) for share in shares]
+    return torch.stack(found) if found else nothing.expand(0)
+
+
+def square(gradient: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of one tensor, a float64 scalar.
 
     A float32 sum of squares on a CPU is off by 7e-4 at 16 M elements, since it adds one by one. Norms of short chunks,
     added in float64, are right to 2e-7 and faster.
     """
-    squares = [_square(gradient) for gradient in gradients]
-    if not squares:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(squares).sum().sqrt()
-
-
-def _square(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.dtype in (torch.bfloat16, torch.float16):
         gradient = gradient.float()
     flat = gradient.detach().reshape(-1)

@@ -47,7 +47,7 @@ class DecoderObjective:
         return dict.fromkeys(self.weights, int((batch.labels != IGNORE).sum()))
 
     def sums(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        total, cross_entropy, z_loss = model.loss_head(model(batch).hidden, batch.labels, self.z_loss_weight)
+        total, cross_entropy, z_loss = model.losses(batch, self.z_loss_weight)
         if self.z_loss_weight:
             return {"loss": total, "cross_entropy": cross_entropy, "z_loss": z_loss}
         return {"cross_entropy": total}

@@ -11,12 +11,14 @@ from torch import nn
 
 from samestep.config.schema import OptimizerConfig
 from samestep.errors import CheckpointError
+from samestep.parallel.data import is_distributed, like, local
 from samestep.step.optimizers import Lion, Muon
 from samestep.step.schedule import Schedule
 from samestep.torch_private import scale_
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MASTER, _NUMBER = "master", "number"
+_OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Floors of a root mean squared gradient and of a parameter's size (Shazeer and Stern 2018: 1e-30 of the square)."""
 
@@ -102,6 +104,9 @@ _MAKERS = {"AdamW": _adamw, "SGD": _sgd, "Adafactor": _adafactor, "Lion": _lion,
 class Updater:
     """An optimizer over named parameters, with the clip coefficient folded in.
 
+    Of a sharded parameter it updates the part that this rank holds, in place; Muon and Adafactor, whose update of an
+    element depends on the whole matrix, work on the distributed tensor itself.
+
     A parameter stored in bfloat16 or float16 has a float32 master copy: the optimizer updates the master, which is then
     written back. `updates` counts the updates really made and drives schedule and bias correction.
 
@@ -111,10 +116,10 @@ class Updater:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, schedule: Schedule):
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.masters = {
-            name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items() if p.dtype in _NARROW
-        }
         self.config, self.schedule = config, schedule
+        held = {name: self._part(p.detach()) for name, p in self.parameters.items()}
+        self.masters = {name: nn.Parameter(p.float()) for name, p in held.items() if p.dtype in _NARROW}
+        self._held = {name: nn.Parameter(p) for name, p in held.items() if name not in self.masters}
         self.updates = 0
         self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
         if config.type == "AdamW":
@@ -132,8 +137,11 @@ class Updater:
             }
 
     def trained(self, name: str) -> nn.Parameter:
-        """What the optimizer updates for a parameter: its master where it has one."""
-        return self.masters.get(name, self.parameters[name])
+        """What the optimizer updates for a parameter: its master where it has one, of the part that this rank holds."""
+        return self.masters[name] if name in self.masters else self._held[name]
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.config.type in _OF_WHOLE_MATRICES else local(tensor)
 
     @property
     def learning_rate(self) -> float:
@@ -151,7 +159,7 @@ class Updater:
             coefficient: scalar float64.
             skip: scalar bool.
         """
-        ready = [(self.trained(name), gradient) for name, gradient in gradients.items()]
+        ready = [(self.trained(name), self._part(gradient)) for name, gradient in gradients.items()]
         for parameter, gradient in ready:  # the sum may be wider or narrower than what it updates
             parameter.grad = gradient.to(parameter.dtype)
         for group in self.optimizer.param_groups:
@@ -192,23 +200,28 @@ class Updater:
 
     def _write_back(self) -> None:
         for name, master in self.masters.items():
-            self.parameters[name].copy_(master)
+            self._part(self.parameters[name].detach()).copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.
 
-        A parameter that was never updated has no state, but for AdamW's, which is zero.
+        What belongs to a sharded parameter is laid out as it is. A parameter that was never updated has no state, but
+        for AdamW's, which is zero.
         """
-        tensors = {f"{_MASTER}.{name}": master.detach() for name, master in self.masters.items()}
+        tensors = {f"{_MASTER}.{name}": self._whole(name, master.detach()) for name, master in self.masters.items()}
         for name in self.parameters:
             for key, value in self.optimizer.state.get(self.trained(name), {}).items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{key}.{name}"] = value
+                    tensors[f"{key}.{name}"] = self._whole(name, value)
                 elif value is not None:
                     tensors[f"{_NUMBER}.{key}.{name}"] = torch.tensor(
                         value, dtype=torch.int64 if isinstance(value, int) else torch.float64
                     )
         return tensors
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of which this rank holds the part `tensor`; single numbers are not split."""
+        return like(tensor, self.parameters[name]) if tensor.ndim and not is_distributed(tensor) else tensor
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
@@ -249,7 +262,7 @@ class Updater:
                     "  fix: restore the optimizer settings that the run began with"
                 )
         for name, master in self.masters.items():
-            master.copy_(masters[name])
+            master.copy_(self._part(masters[name]))
         self.optimizer.state.clear()
         self.optimizer.state.update({self.trained(name): state for name, state in states.items() if state})
         self.updates = updates
@@ -257,7 +270,7 @@ class Updater:
     def _placed(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A copy on the parameter's device; a step count stays on the CPU unless the optimizer is fused."""
         is_count = tensor.ndim == 0 and not self.optimizer.defaults.get("fused")
-        return tensor.to("cpu" if is_count else self.trained(name).device, copy=True)
+        return self._part(tensor).to("cpu" if is_count else self.trained(name).device, copy=True)
 
     def _state_keys(self, name: str) -> set[str]:
         if self.config.type == "SGD":

@@ -9,26 +9,32 @@ Bounds (all relative):
   taken from the wrong place, not a wrong rule.
 - bfloat16, float16: distance of the gradient to the float64 truth at most 1.1 times that of one padded micro-batch for
   more of them, and 1.2 times for packed ones.
+- `training.exact`, whatever the dtypes: no bit of a gradient, weight, moment, loss or norm differs, at any step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from samestep.config.schema import Config, LrSchedulerConfig, OptimizerConfig
-from samestep.data.batch import Batch, collate
+from samestep.config.schema import Config, LrSchedulerConfig, OptimizerConfig, ParallelismConfig
+from samestep.data.batch import Batch
 from samestep.data.dataset import Data, data_facts, load_data, make_order
 from samestep.data.order import StepSamples
 from samestep.data.rows import IGNORE, Rows, Sample
 from samestep.errors import ConfigError
+from samestep.launch import run_ranks
 from samestep.ops import Precision, random_key
-from samestep.plan import in_steps, make_plan, split_evenly
-from samestep.run.setup import build_model, build_step, choose_device
+from samestep.parallel.data import local, whole
+from samestep.parallel.mesh import Mesh, choose_device, join
+from samestep.plan import Layout, check_sharding, in_steps, make_plan, resolve_layout, split_evenly
+from samestep.run.setup import build_model, build_step, collate_ranges, fill_up
 from samestep.step.update import Updater, decays
 
 CASES = ("even", "skewed", "one_rank_empty", "all_empty")
@@ -38,11 +44,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class VerifyLayout:
-    """One way to split a global batch on one process."""
+    """One way to split a global batch: over ranks, and on each of them over micro-batches."""
 
     name: str
     accumulation: int = 1
     micro_batch: str = "padded"
+    replicate: int = 1
+    shard: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def degrees(self) -> Layout:
+        return resolve_layout(ParallelismConfig(data_parallel_shard=self.shard), self.ranks)
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Comparison:
     """One layout in one case against the reference. Errors are relative; None where the mode does not judge them.
 
     Attributes:
+        clipped: whether clipping was active in every step of the reference that was taken.
         gradient: of the parameter `worst`, or in low precision the ratio to the reference's own error.
         weights, moments: after the first step.
         failures: what is out of bounds, in words; empty means it passed.
@@ -57,6 +74,7 @@ class Comparison:
 
     case: str
     layout: str
+    clipped: bool
     gradient: float | None
     worst: str
     loss: float
@@ -71,8 +89,11 @@ class ParityReport:
     """All comparisons of one `verify`."""
 
     dtype: str
-    clipped: bool
     comparisons: tuple[Comparison, ...]
+
+    @property
+    def clipped(self) -> bool:
+        return any(comparison.clipped for comparison in self.comparisons)
 
     @property
     def passed(self) -> bool:
@@ -86,6 +107,7 @@ class Trace:
     Attributes:
         before: weights before the first step.
         touched: what changed in steps that had no target.
+        digest: SHA-256 of weights and optimizer state after the last step.
     """
 
     before: Tensors
@@ -98,6 +120,7 @@ class Trace:
     coefficients: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    digest: str = ""
 
 
 def parse_layouts(text: str) -> list[VerifyLayout]:
@@ -110,21 +133,28 @@ def parse_layouts(text: str) -> list[VerifyLayout]:
     for name in text.split():
         layout = VerifyLayout(name)
         for axis in name.split("+"):
-            key, _, value = axis.partition("=")
-            if axis == "packed":
-                layout = replace(layout, micro_batch="packed")
-            elif key == "ga" and value.isdecimal() and int(value) > 0:
-                layout = replace(layout, accumulation=int(value))
-            else:
-                raise ConfigError(
-                    f"{axis!r} is no layout on one process",
-                    field="--layouts",
-                    fix="write layouts parted by spaces, each of ga=K and packed joined by +: ga=4 packed+ga=2",
-                )
+            layout = replace(layout, **_axis(axis))
         layouts.append(layout)
     if not layouts:
         raise ConfigError("names no layout", field="--layouts", fix="write for example: ga=4 packed")
     return layouts
+
+
+def _axis(text: str) -> dict[str, Any]:
+    """Fields of `VerifyLayout` that one axis sets."""
+    if text in ("packed", "padded"):
+        return {"micro_batch": text}
+    key, _, value = text.partition("=")
+    numbers = [int(part) for part in value.split("x") if part.isdecimal() and int(part) > 0]
+    fields = {"ga": ("accumulation",), "dp": ("replicate",), "fsdp": ("shard",), "hsdp": ("replicate", "shard")}
+    if key in fields and len(numbers) == len(value.split("x")) == len(fields[key]):
+        return dict(zip(fields[key], numbers, strict=True))
+    raise ConfigError(
+        f"{text!r} is no axis of a layout",
+        field="--layouts",
+        fix="write layouts parted by spaces, each of ga=K, packed, dp=N, fsdp=N and hsdp=RxS joined by +: "
+        "ga=4 packed+ga=2 fsdp=2+ga=3",
+    )
 
 
 def parse_cases(text: str) -> list[str]:
@@ -141,10 +171,20 @@ def parse_cases(text: str) -> list[str]:
 def default_layouts(config: Config) -> list[VerifyLayout]:
     """Splits that a global batch of this size allows."""
     size = config.training.global_batch_size
-    accumulations = [k for k in (2, 3, 4) if k <= size]
-    return parse_layouts(
-        " ".join([*(f"ga={k}" for k in accumulations), "packed", *(["packed+ga=2"] if size > 1 else [])])
-    )
+    names = [f"ga={k}" for k in (2, 3, 4) if k <= size] + ["packed"]
+    if size > 1:
+        names += ["packed+ga=2", "dp=2"] + ([] if config.training.exact else ["fsdp=2"])
+    if size >= 6:
+        names += ["dp=2+ga=3"] + ([] if config.training.exact else ["fsdp=2+ga=3"])
+    return parse_layouts(" ".join(names))
+
+
+def grid_layouts(config: Config) -> list[VerifyLayout]:
+    """One process, replicas, shards and both, each with 1 to 3 micro-batches a rank, padded and packed."""
+    ranks = ("dp=1", "dp=2") if config.training.exact else ("dp=1", "dp=2", "fsdp=2", "fsdp=4", "hsdp=2x2")
+    names = [f"{axis}+ga={k}+{kind}" for axis in ranks for k in (1, 2, 3) for kind in ("padded", "packed")]
+    size = config.training.global_batch_size
+    return [layout for layout in parse_layouts(" ".join(names)) if layout.ranks * layout.accumulation <= size]
 
 
 def run(
@@ -158,7 +198,8 @@ def run(
 ) -> ParityReport:
     """Take the same steps on every layout and compare.
 
-    The learning rate is the configured peak from the first step on, since a warm-up from zero would prove nothing.
+    Layouts of several ranks run in processes of this machine, started here. The learning rate is the configured peak
+    from the first step on, since a warm-up from zero would prove nothing.
 
     Args:
         dtype: `config`, or a dtype that replaces every one of the config.
@@ -166,19 +207,21 @@ def run(
         data: already loaded.
 
     Raises:
-        ConfigError: more micro-batches than samples.
+        ConfigError: more micro-batches than samples; float64 in exact mode.
     """
+    if config.training.exact and dtype == "float64":
+        raise ConfigError(
+            "`training.exact: true` adds gradients as integers, cut from float32: float64 would prove nothing",
+            field="--dtype",
+            fix="leave it out: exact mode is judged by equal bits in the run's own dtypes; or add training.exact=false",
+        )
     data = data or load_data(config)
     plan = make_plan(config, 1, data_facts(config, data))  # a configuration that cannot train proves nothing
     layouts = list(layouts or default_layouts(config))
     samples = min(config.training.global_batch_size, len(data.train))
     for layout in layouts:
-        if layout.accumulation > samples:
-            raise ConfigError(
-                f"{layout.name}: a global batch of {samples} samples cannot make {layout.accumulation} micro-batches",
-                field="--layouts",
-                fix=f"write ga={samples} or less",
-            )
+        _check_size(layout, samples)
+        check_sharding(config, layout.degrees)
     peak = LrSchedulerConfig(type="constant", learning_rate=config.lr_scheduler.learning_rate)
     config = in_steps(config.model_copy(update={"lr_scheduler": peak}), plan.steps)
     precision = Precision.from_config(config.model)
@@ -186,62 +229,146 @@ def run(
         precision = precision.raised(getattr(torch, dtype))
     low = any(d in (torch.bfloat16, torch.float16) for d in vars(precision).values())
     double = all(d == torch.float64 for d in vars(precision).values())
-    reference_layout = VerifyLayout("reference")
-    comparisons, clipped = [], False
+    jobs = [Job(layout, case, precision, steps) for case in cases for layout in (REFERENCE, *layouts)]
+    if low and not config.training.exact:
+        jobs += [Job(REFERENCE, case, precision.raised(torch.float64), 1) for case in cases]
+    traces = _run_jobs(config, data, list(dict.fromkeys(jobs)))
+    comparisons = []
     for case in cases:
-        reference = trace(config, data, reference_layout, case, precision, steps)
-        clipped |= any(coefficient < 1 for coefficient in reference.coefficients)
-        truth = trace(config, data, reference_layout, case, precision.raised(torch.float64), 1) if low else None
+        reference = traces[Job(REFERENCE, case, precision, steps)]
         for layout in layouts:
-            found = trace(config, data, layout, case, precision, steps)
-            judge = _Judge(config, case, layout, reference, found)
-            comparisons.append(judge.low(truth) if truth else judge.double() if double else judge.single())
+            judge = _Judge(config, case, layout, reference, traces[Job(layout, case, precision, steps)])
+            if config.training.exact:
+                comparisons.append(judge.exact())
+            elif low:
+                comparisons.append(judge.low(traces[Job(REFERENCE, case, precision.raised(torch.float64), 1)]))
+            else:
+                comparisons.append(judge.double() if double else judge.single())
     name = dtype if dtype != "config" else str(precision.compute).removeprefix("torch.")
-    return ParityReport(name, clipped, tuple(comparisons))
+    return ParityReport(name, tuple(comparisons))
 
 
-def trace(config: Config, data: Data, layout: VerifyLayout, case: str, precision: Precision, steps: int) -> Trace:
-    """Take `steps` steps on one layout, from the first values of the model."""
-    model = build_model(config, data.tokenizer.vocab_size, precision).to(choose_device())
-    step = build_step(config, model)
+def run_grid(config: Config, *, cases: Sequence[str] = CASES, dtype: str = "config", steps: int = 1) -> ParityReport:
+    """`run` over `grid_layouts`, once with a threshold that always clips and once with one that never does."""
+    data, layouts = load_data(config), grid_layouts(config)
+    reports = []
+    for max_norm in (_ALWAYS, _NEVER):
+        training = config.training.model_copy(update={"max_norm": max_norm})
+        changed = config.model_copy(update={"training": training})
+        reports.append(run(changed, layouts=layouts, cases=cases, dtype=dtype, steps=steps, data=data))
+    return ParityReport(reports[0].dtype, reports[0].comparisons + reports[1].comparisons)
+
+
+_ALWAYS, _NEVER = 1e-3, 1e9
+"""Thresholds of the norm: a gradient below the one trains nothing worth a proof, one above the other is not finite for
+long."""
+
+
+def _check_size(layout: VerifyLayout, samples: int) -> None:
+    of_rank = math.ceil(samples / layout.ranks)
+    if layout.accumulation > of_rank:
+        raise ConfigError(
+            f"{layout.name}: a global batch of {samples} samples on {layout.ranks} rank{'s' * (layout.ranks > 1)} "
+            f"cannot make {layout.accumulation} micro-batches",
+            field="--layouts",
+            fix=f"write ga={of_rank} or less",
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trace to be made."""
+
+    layout: VerifyLayout
+    case: str
+    precision: Precision
+    steps: int
+
+
+REFERENCE = VerifyLayout("reference")
+
+
+def _run_jobs(config: Config, data: Data, jobs: Sequence[Job]) -> dict[Job, Trace]:
+    """Those of one rank here, the others in worker processes, started once for each number of ranks."""
+    found: dict[Job, Trace] = {}
+    for ranks in sorted({job.layout.ranks for job in jobs}):
+        chosen = [job for job in jobs if job.layout.ranks == ranks]
+        if ranks == 1:
+            traces = [trace(config, data, job, Mesh.alone()) for job in chosen]
+        else:
+            traces = run_ranks(trace_jobs, ranks, config, data, chosen, timeout=60 + 10 * len(chosen))[0]
+        found.update(zip(chosen, traces, strict=True))
+    return found
+
+
+def trace_jobs(config: Config, data: Data, jobs: Sequence[Job]) -> list[Trace] | None:
+    """In a worker process: the traces, on the first rank."""
+    world = join(timeout=60)
+    traces = []
+    for job in jobs:
+        mesh = Mesh(job.layout.degrees, world, choose_device())
+        traces.append(trace(config, data, job, mesh))
+    return traces if world.is_first else None
+
+
+def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
+    """Take the steps of a job from the first values of the model; every rank makes it, the first keeps the tensors."""
+    layout, case = job.layout, job.case
+    model = build_model(config, data.tokenizer.vocab_size, mesh, job.precision)
+    step = build_step(config, model, mesh, "once_per_step")
     order = make_order(config, data)
     consumed = 0
     if case == "all_empty":  # with moments that a step without targets could decay
         samples = order.next(consumed)
         consumed = samples.consumed
-        step(_batches(config, data.train, samples, 0, VerifyLayout("before"), "even"))
-    record = Trace(_copies(model.named_parameters()), step.updater.learning_rate)
+        step(_batches(config, data.train, samples, 0, replace(layout, accumulation=1), "even", mesh))
+    record = Trace(_copies(model.named_parameters(), mesh), step.updater.learning_rate)
 
     def keep_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
-        if not record.gradients:
-            record.gradients = _copies(gradients.items())
+        record.gradients = _copies(gradients.items(), mesh)
 
-    for number in range(1, steps + 1):
+    for number in range(1, job.steps + 1):
         samples = order.next(consumed)
         consumed = samples.consumed
         untouched = _all_state(step.updater) if case == "all_empty" else {}
-        report = step(_batches(config, data.train, samples, number, layout, case), on_gradients=keep_gradients)
+        batches = _batches(config, data.train, samples, number, layout, case, mesh)
+        report = step(batches, on_gradients=keep_gradients if number == 1 else None)
         if case == "all_empty":
-            record.touched += _changed(untouched, _all_state(step.updater))
+            changed = _changed(untouched, _all_state(step.updater))
+            record.touched += sorted({name for names in mesh.gather(changed) for name in names})
         record.losses.append(report.loss)
         record.norms.append(report.grad_norm)
         record.coefficients.append(report.clip_coefficient)
         record.skipped.append(report.skipped is not None)
         if number == 1:
-            record.weights = _copies((name, step.updater.trained(name)) for name in step.updater.parameters)
-            record.moments = _moments(step.updater)
+            state = step.updater.state()
+            masters = {n.removeprefix("master."): t for n, t in state.items() if n.startswith("master.")}
+            record.weights = _copies((dict(model.named_parameters()) | masters).items(), mesh)
+            record.moments = _copies(((n, t) for n, t in state.items() if not n.startswith("master.")), mesh)
+    record.digest = digest(step.updater)
     return record
 
 
-def _copies(tensors) -> Tensors:
-    return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in tensors}
+def _copies(tensors: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> Tensors:
+    """Whole tensors in float64 on the CPU, on the first rank."""
+    found = ((name, whole(tensor.detach())) for name, tensor in tensors)
+    return {name: tensor.to("cpu", torch.float64, copy=True) for name, tensor in found if mesh.is_first}
 
 
 def _all_state(updater: Updater) -> Tensors:
-    """Everything that a skipped step must leave as it is, to the bit."""
-    tensors = {f"weight.{name}": p.detach().clone() for name, p in updater.parameters.items()}
-    tensors |= {name: tensor.clone() for name, tensor in updater.state().items()}
+    """Everything of this rank that a skipped step must leave as it is, to the bit."""
+    tensors = {f"weight.{name}": local(p.detach()).clone() for name, p in updater.parameters.items()}
+    tensors |= {name: local(tensor).clone() for name, tensor in updater.state().items()}
     return tensors | {"number of updates": torch.tensor(updater.updates)}
+
+
+def digest(updater: Updater) -> str:
+    """SHA-256 of this rank's weights, masters and optimizer state, names and all."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(_all_state(updater).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _changed(before: Tensors, after: Tensors) -> list[str]:
@@ -249,20 +376,26 @@ def _changed(before: Tensors, after: Tensors) -> list[str]:
     return odd + [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
 
 
-def _moments(updater: Updater) -> Tensors:
-    return _copies((n, t) for n, t in updater.state().items() if not n.startswith("master."))
-
-
 def _batches(
-    config: Config, rows: Rows, samples: StepSamples, step: int, layout: VerifyLayout, case: str
+    config: Config, rows: Rows, samples: StepSamples, step: int, layout: VerifyLayout, case: str, mesh: Mesh
 ) -> list[Batch]:
-    chosen = [_masked(rows[int(row)], i, len(samples.rows), case) for i, row in enumerate(samples.rows)]
-    places = [int(place) for place in samples.places]
+    """The micro-batches of this rank; the case has taken targets away from some samples."""
+    count = len(samples.rows)
+    table = []
+    for start, stop in split_evenly(count, layout.ranks):
+        parts = split_evenly(stop - start, min(layout.accumulation, stop - start)) if stop > start else []
+        table.append([(start + first, start + last) for first, last in parts])
+    if config.training.exact:  # passes of one sample, whatever the layout asks for
+        table = [[(i, i + 1) for start, stop in ranges for i in range(start, stop)] for ranges in table]
     key = random_key(config.training.seed, step)
-    return [
-        collate(chosen[start:stop], places[start:stop], layout.micro_batch, key)
-        for start, stop in split_evenly(len(chosen), min(layout.accumulation, len(chosen)))
-    ]
+    batches = collate_ranges(
+        table[mesh.data_rank],
+        lambda i: _masked(rows[int(samples.rows[i])], i, count, case),
+        samples.places,
+        layout.micro_batch,
+        key,
+    )
+    return fill_up(batches, max(map(len, table)), key)
 
 
 def _masked(sample: Sample, index: int, count: int, case: str) -> Sample:
@@ -321,6 +454,17 @@ class _Judge:
             self._bound("update", weights, _update_bound(self.config.optimizer), name)
         return self._result(gradient, worst, self._curves(1e-6, 1e-5, 1e-4), weights, None)
 
+    def exact(self) -> Comparison:
+        gradient, worst = gradient_error(self.reference.gradients, self.found.gradients)
+        self._bound("gradient", gradient, 0.0, worst)
+        weights = _largest_difference(self.reference.weights, self.found.weights, ())
+        moments = _largest_difference(self.reference.moments, self.found.moments, ())
+        self._bound("weights", weights, 0.0)
+        self._bound("moments", moments, 0.0)
+        if self.reference.digest != self.found.digest:
+            self.failures.append("the bits of weights and optimizer state after the last step differ")
+        return self._result(gradient, worst, self._curves(0.0, 0.0, 0.0), weights, moments)
+
     def low(self, truth: Trace) -> Comparison:
         if self.found.skipped[0]:
             return self._result(None, "", (0.0, 0.0), None, None)
@@ -371,7 +515,19 @@ class _Judge:
         weights: float | None,
         moments: float | None,
     ) -> Comparison:
-        return Comparison(self.case, self.layout.name, gradient, worst, *curves, weights, moments, tuple(self.failures))
+        taken = zip(self.reference.coefficients, self.reference.skipped, strict=True)
+        clipped = [coefficient < 1 for coefficient, skipped in taken if not skipped]
+        return Comparison(
+            self.case,
+            self.layout.name,
+            bool(clipped) and all(clipped),
+            gradient,
+            worst,
+            *curves,
+            weights,
+            moments,
+            tuple(self.failures),
+        )
 
 
 def gradient_error(reference: Tensors, found: Tensors) -> tuple[float, str]:

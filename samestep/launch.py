@@ -1,0 +1,138 @@
+"""Local worker processes: a few ranks on this machine, started in a fraction of a second, that fail together.
+
+Workers come from a fork server that has imported the heavy modules already. They find each other by the environment
+variables that `torchrun` sets. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import SamestepError, TrainingError
+
+RENDEZVOUS = "SAMESTEP_RENDEZVOUS"
+"""Environment variable with the URL at which the ranks meet, where they were not started by torchrun."""
+
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",  # optimizers and FSDP import it in their first step
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "samestep.run.trainer",
+    "samestep.verify.parity",
+)
+_GRACE_SECONDS = 3.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+
+
+def context() -> ForkServerContext:
+    """Where worker processes come from. The server starts with the first of them, and lives as long as this process."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(_PRELOADED))
+    return found
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0, threads: int = 1
+) -> list[Any]:
+    """Call `function(*arguments)` in `world_size` new processes; returns their results by rank.
+
+    Args:
+        function: of a module, so that its name can be sent; it joins the others with `parallel.mesh.join`.
+        arguments: picklable, as the results.
+        timeout: seconds for all of it.
+        threads: of PyTorch in each process.
+
+    Raises:
+        SamestepError: what the first rank that failed raised.
+        TrainingError: a rank failed in another way, died, or the time is over; the others were ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        url = f"file://{Path(folder) / 'ranks'}"
+        workers: list[tuple[Any, Connection]] = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context().Pipe(duplex=False)
+                call = (theirs, function, arguments, rank, world_size, url, threads)
+                process = context().Process(target=_work, args=call, daemon=True)
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
+            return _collect(workers, timeout)
+        finally:
+            for process, _ in workers:
+                process.kill()
+                process.join()
+
+
+def _work(
+    results: Connection,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    rank: int,
+    world_size: int,
+    url: str,
+    threads: int,
+) -> None:
+    """The life of one worker."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update({"LOCAL_WORLD_SIZE": str(world_size), RENDEZVOUS: url})
+    import torch
+
+    torch.set_num_threads(threads)
+    try:
+        outcome = (True, function(*arguments))
+    except SamestepError as error:
+        outcome = (False, error)
+    except BaseException as error:
+        outcome = (False, TrainingError(f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
+    with suppress(BrokenPipeError):
+        results.send_bytes(pickle.dumps(outcome))  # `send` would pass tensors as files that end with this process
+    results.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float) -> list[Any]:
+    waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    results: list[Any] = [None] * len(workers)
+    failures: list[SamestepError] = []
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                succeeded, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                process = workers[rank][0]
+                process.join()
+                succeeded, value = False, TrainingError(f"rank {rank} died with exit code {process.exitcode}")
+            if succeeded:
+                results[rank] = value
+                continue
+            if not failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            failures.append(value)
+    if failures:
+        raise failures[0]
+    if waiting:
+        raise TrainingError(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
+    return results

@@ -1,0 +1,315 @@
+"""Several ranks: the same run as one process, uneven data, other numbers of ranks on resume, and failing together."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.data.batch import Batch
+from samestep.data.dataset import load_data, make_order
+from samestep.data.rows import IGNORE
+from samestep.errors import ConfigError, DataError, SamestepError, TrainingError
+from samestep.launch import run_ranks
+from samestep.parallel.mesh import Mesh, World, join, launched
+from samestep.plan import Layout
+from samestep.run import checkpoint
+from samestep.run.setup import micro_batches
+from samestep.run.trainer import Events, Trainer
+
+DOUBLE = [f"model.{name}=float64" for name in ("params_dtype", "compute_dtype", "gradient_dtype", "reduce_dtype")]
+DOUBLE += [f"model.{name}=float64" for name in ("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")]
+DOUBLE += ["model.loss_dtype=float64"]
+
+
+def rows_of(config, key="loss"):
+    with open(os.path.join(config.output_dir, "metrics.jsonl"), encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [row[key] for row in rows if key in row and (key.startswith("eval") or "loss" in row)]
+
+
+def train(config, resume="none", listeners=()):
+    """In a worker: a whole run; returns what its rank knows of it."""
+    join(timeout=30)
+    trainer = Trainer(config, resume=resume, listeners=[listener() for listener in listeners])
+    state = trainer.train()
+    return state.step, state.updates, trainer.is_stopped
+
+
+def run(config, ranks, *arguments):
+    if ranks == 1:
+        return [train(config, *arguments)]
+    return run_ranks(train, ranks, config, *arguments, timeout=120)
+
+
+def relative(found, wanted):
+    return float(np.max(np.abs(np.array(found) - wanted) / np.maximum(np.abs(wanted), 1e-300)))
+
+
+# ---- workers
+
+
+def add_ranks(number):
+    world = join(timeout=20)
+    return float(
+        Mesh(Layout(world.size, world.size, world.size, 1, 1, 1, 1), world, torch.device("cpu")).sum_(
+            torch.tensor(float(number + world.rank))
+        )
+    )
+
+
+def fail_alone(kind):
+    world = join(timeout=60)
+    mesh = Mesh(Layout(world.size, world.size, world.size, 1, 1, 1, 1), world, torch.device("cpu"))
+    if world.rank == 1:
+        if kind == "die":
+            os._exit(7)
+        raise DataError("row 5 is odd") if kind == "mistake" else RuntimeError("a bug")
+    mesh.sum_(torch.ones(1))
+
+
+def sleep():
+    time.sleep(60)
+
+
+def test_workers_meet_and_give_results():
+    assert run_ranks(add_ranks, 2, 3) == [7.0, 7.0]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("mistake", DataError, "row 5 is odd"),
+        ("bug", TrainingError, "rank 1: RuntimeError('a bug')"),
+        ("die", TrainingError, "rank 1 died with exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(kind, error, text):
+    """The others wait for it in a collective. Its own word comes first, except of one that cannot speak any more."""
+    with pytest.raises(SamestepError) as caught:
+        run_ranks(fail_alone, 3, kind)
+    if kind != "die" or "died" in str(caught.value):
+        assert isinstance(caught.value, error)
+        assert str(caught.value).startswith(text)
+
+
+def test_workers_that_do_not_end_are_ended():
+    with pytest.raises(TrainingError, match=r"ranks \[0, 1\] did not end within 1 s"):
+        run_ranks(sleep, 2, timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 and WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT do not say"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(monkeypatch, variables, text):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=text):
+        join()
+
+
+def test_one_process_is_a_world_of_its_own(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == World(0, 1, 0, 1)
+
+
+# ---- samples over ranks
+
+
+def batches_of_all_ranks(config, data, samples, step, ranks) -> list[list[Batch]]:
+    layout = Layout(ranks, ranks, ranks, 1, 1, 1, 1)
+    meshes = [Mesh(layout, World(rank, ranks), torch.device("cpu")) for rank in range(ranks)]
+    return [micro_batches(config, data.train, samples, step, mesh) for mesh in meshes]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_every_sample_is_visited_once_an_epoch_on_any_number_of_ranks(tiny, ranks, kind):
+    config = tiny("training.global_batch_size=13", "training.local_batch_size=2", f"training.micro_batch={kind}")
+    data = load_data(config)
+    order, consumed, visits = make_order(config, data), 0, Counter()
+    step = 0
+    while consumed < 2 * len(data.train):
+        samples = order.next(consumed)
+        consumed, step = samples.consumed, step + 1
+        of_ranks = batches_of_all_ranks(config, data, samples, step, ranks)
+        assert len({len(batches) for batches in of_ranks}) == 1, "every rank has as many micro-batches"
+        for batch in (batch for batches in of_ranks for batch in batches):
+            visits.update(set(batch.sample_ids[batch.sample_ids >= 0].tolist()))
+    assert sorted(visits) == list(range(2 * len(data.train)))
+    assert set(visits.values()) == {1}
+
+
+def test_ranks_beyond_the_samples_get_empty_micro_batches(tiny):
+    config = tiny("training.global_batch_size=4", "training.local_batch_size=1")
+    data = load_data(config)
+    samples = make_order(config, data).next(0)
+    short = type(samples)(samples.rows[:1], samples.places[:1], 1)
+    of_ranks = batches_of_all_ranks(config, data, short, 1, 4)
+    assert [[batch.samples for batch in batches] for batches in of_ranks] == [[1], [0], [0], [0]]
+    empty = of_ranks[3][0]
+    assert (empty.tokens, empty.targets, (empty.labels == IGNORE).all().item()) == (0, 0, True)
+
+
+def test_remainder_drop_goes_by_all_ranks(tiny):
+    config = tiny("training.global_batch_size=13", "training.local_batch_size=2", "training.remainder=drop")
+    data = load_data(config)
+    of_ranks = batches_of_all_ranks(config, data, make_order(config, data).next(0), 1, 3)
+    assert [[batch.samples for batch in batches] for batches in of_ranks] == [[2, 2]] * 3  # floor(13 / 6) x 6
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("shard", [1, -1])
+def test_curves_are_those_of_one_process(tiny, shard):
+    """50 steps with uneven ranks, over the end of an epoch whose last batch leaves ranks without a sample."""
+    settings = ["training.steps=50", "training.global_batch_size=14", "checkpoint.enable_save=false"]
+    settings += ["evaluation.interval_steps=25", "lr_scheduler.learning_rate=3e-3"]
+    curves = {}
+    for ranks in (1, 2, 4):
+        config = tiny(*settings, f"parallelism.data_parallel_shard={shard}", f"output_dir={tiny().output_dir}-{ranks}")
+        assert run(config, ranks) == [(50, 50, False)] * ranks
+        names = ("loss", "grad_norm", "lr", "eval_loss", "targets", "samples", "consumed_samples")
+        curves[ranks] = {name: rows_of(config, name) for name in names}
+    assert min(curves[1]["samples"]) < 4
+    for ranks in (2, 4):
+        for name, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("eval_loss", 1e-5), ("lr", 0)):
+            assert relative(curves[ranks][name], curves[1][name]) <= bound, (ranks, name)
+        for name in ("targets", "samples", "consumed_samples"):
+            assert curves[ranks][name] == curves[1][name]
+
+
+def test_rows_tell_the_extremes_over_ranks(tiny):
+    config = tiny("training.steps=2")
+    run(config, 2)
+    for row in rows_of(config, "ranks"):
+        assert row.keys() == {"step_seconds", "data_seconds", "peak_memory_bytes"}
+        assert all(0 <= least <= most for least, most in row.values())
+
+
+def test_a_run_goes_on_with_other_ranks_and_other_micro_batches(tiny):
+    """Saved on 4 ranks with sharded weights, resumed on 3, then on 1: the curve of an undisturbed process."""
+    base = [*DOUBLE, "training.global_batch_size=12", "lr_scheduler.type=constant", "lr_scheduler.warmup_steps=0"]
+    whole = tiny(*base, "training.steps=30", f"output_dir={tiny().output_dir}-whole")
+    run(whole, 1)
+    for ranks, steps, local in ((4, 10, 1), (3, 20, 2), (1, 30, 5)):
+        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={local}")
+        resume = "none" if ranks == 4 else "auto"
+        assert run(config, ranks, resume)[0][0] == steps
+    assert rows_of(config, "step") == list(range(1, 31))
+    assert rows_of(config, "consumed_samples") == rows_of(whole, "consumed_samples")
+    assert relative(rows_of(config), rows_of(whole)) <= 1e-9
+    assert relative(rows_of(config, "grad_norm"), rows_of(whole, "grad_norm")) <= 1e-9
+
+
+def stored_tensors(config) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint."""
+    found = checkpoint.open_checkpoint(checkpoint.newest(Path(config.output_dir) / "checkpoints")[0])
+    tensors = {}
+    for part in ("model", "optimizer"):
+        parts = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in getattr(found, part).items()}
+        found.read(part, parts)
+        tensors |= {f"{part}.{name}": tensor for name, tensor in parts.items()}
+    return tensors
+
+
+def test_in_exact_mode_other_ranks_change_no_bit(tiny):
+    """4 ranks, then 3, then 1: all weights, moments, losses and norms are those of one undisturbed process."""
+    base = ["training.exact=true", "training.global_batch_size=12", "parallelism.data_parallel_shard=1"]
+    base += ["lr_scheduler.type=constant", "training.max_norm=0.5", "evaluation.interval_steps=5"]
+    whole = tiny(*base, "training.steps=15", f"output_dir={tiny().output_dir}-whole")
+    run(whole, 1)
+    for ranks, steps, local in ((4, 5, 2), (3, 10, 1), (1, 15, 5)):
+        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={local}")
+        run(config, ranks, "none" if ranks == 4 else "auto")
+    for name in ("loss", "grad_norm", "clip_coefficient", "eval_loss"):
+        assert rows_of(config, name) == rows_of(whole, name)
+    assert max(rows_of(whole, "clip_coefficient")) < 1
+    found, wanted = stored_tensors(config), stored_tensors(whole)
+    assert found.keys() == wanted.keys()
+    assert len(found) > 20
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+# ---- failing and stopping together
+
+
+class RaisesOnRankOne(Events):
+    def on_step_end(self, trainer, report):
+        if trainer.world.rank == 1 and trainer.state.step == 2:
+            raise DataError("rank one has had enough")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shard", [1, -1])
+def test_a_rank_that_raises_ends_the_run(tiny, shard):
+    config = tiny(f"parallelism.data_parallel_shard={shard}")
+    with pytest.raises(DataError, match="rank one has had enough"):
+        run(config, 2, "none", [RaisesOnRankOne])
+
+
+class SignalsRankOne(Events):
+    def on_step_begin(self, trainer):
+        if trainer.world.rank == 1 and trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tiny):
+    config = tiny()
+    assert run(config, 2, "none", [SignalsRankOne]) == [(3, 3, True)] * 2
+    assert os.listdir(os.path.join(config.output_dir, "checkpoints")) == ["step-00000003"]
+    assert run(config, 2, "auto") == [(8, 8, False)] * 2
+    assert rows_of(config, "step") == list(range(1, 9))
+
+
+class StopsOnRankOne(Events):
+    def on_step_end(self, trainer, report):
+        self.should_stop = trainer.world.rank == 1 and trainer.state.step == 2
+
+
+def test_a_listener_of_one_rank_stops_all(tiny):
+    assert run(tiny(), 2, "none", [StopsOnRankOne]) == [(2, 2, False)] * 2
+
+
+def other_data(config):
+    world = join(timeout=30)
+    if world.rank == 1:
+        text = config.train_dataset.path + ".other"
+        with open(text, "w", encoding="utf-8") as file:
+            file.write("To be, or not to be. " * 200)
+        dataset = config.train_dataset.model_copy(update={"path": text})
+        config = config.model_copy(update={"train_dataset": dataset})
+    Trainer(config)
+
+
+def test_ranks_with_other_data_are_found(tiny):
+    config = tiny("tokenizer.type=bpe", "tokenizer.vocab_size=100", "train_dataset.split=null")
+    with pytest.raises(DataError, match="rank 1 reads other training data than rank 0"):
+        run_ranks(other_data, 2, config)
+
+
+def mistake_of_the_first(config):
+    join(timeout=30)
+    Trainer(config)
+
+
+def test_what_only_the_first_rank_looks_at_is_told_by_all(tiny):
+    config = tiny("training.steps=2")
+    train(config)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_ranks(mistake_of_the_first, 2, config)
