@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from samestep.config.load import Loaded, load
 from samestep.errors import ConfigError, ConfigErrors, SamestepError
@@ -48,19 +47,22 @@ def main() -> None:
         if debug:
             raise
         _end(f"{ ({1: 'failed', 2: 'error'}[error.exit_code]) }: {error}", error.exit_code)
-    except OSError as error:
-        if debug or error.filename is None:
-            raise
-        _end(f"error: {error.filename}: {error.strerror}", 2)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if debug or not _is_launched():
+        if debug:
+            raise
+        if isinstance(error, OSError) and error.filename is not None:
+            _end(f"error: {error.filename}: {error.strerror}", 2)
+        if isinstance(error, OSError) and error.errno is not None:
+            _end(f"failed: {error.strerror}", 1)
+        if not _is_launched():
             raise
         from samestep.parallel.mesh import is_lost_connection
 
         if is_lost_connection(error):
-            _end("failed: the connection to another rank is lost; it was killed, or ran out of memory", 1)
+            detail = (str(error).splitlines() or [repr(error)])[0]
+            _end(f"failed: another rank is gone (killed, out of memory?) or does not answer: {detail}", 1)
         _end(f"failed: {''.join(traceback.format_exception(error)).rstrip()}", 1)
 
 
@@ -77,7 +79,7 @@ def _end(message: str, exit_code: int) -> NoReturn:
         from samestep.parallel.mesh import is_first_to_fail
 
         if is_first_to_fail(message):
-            print(f"rank {os.environ.get('RANK')}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)  # noqa: T201
     sys.exit(exit_code)
 
 
@@ -107,11 +109,11 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train the model of CONFIG. Ctrl-C finishes the step and saves. Under torchrun this is one rank of the run."""
-    if _is_launched():
-        from samestep.parallel.mesh import join
+    if _is_launched() or "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        from samestep.parallel.mesh import join, restarts
 
         join()  # before anything that may fail, so that one rank can speak for all
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        if restarts():
             resume = "auto"
     loaded = load(config, overrides or [])
     with _located(loaded):
@@ -127,7 +129,8 @@ def train(
             return
     if trainer.is_stopped:
         words = ["samestep", "train", str(config), *(overrides or []), "--resume", "auto"]
-        output.print(f"stopped at step {trainer.state.step}; go on with: {shlex.join(words)}", markup=False)
+        command = "the same torchrun command and --resume auto" if _is_launched() else shlex.join(words)
+        output.print(f"stopped at step {trainer.state.step}; go on with: {command}", markup=False)
     else:
         output.print(f"done: {trainer.folder} at step {trainer.state.step}", markup=False)
 
@@ -193,9 +196,7 @@ def verify(
 
 
 def _show_parity(report: ParityReport) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("case", "layout", "clip", "gradient", "loss", "norm", "weights", "moments", ""):
-        table.add_column(heading)
+    rows: list[tuple[str, ...]] = [("case", "layout", "clip", "gradient", "loss", "norm", "weights", "moments", "")]
 
     def cell(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"
@@ -203,8 +204,11 @@ def _show_parity(report: ParityReport) -> None:
     for c in report.comparisons:
         numbers = [cell(value) for value in (c.gradient, c.loss, c.norm, c.weights, c.moments)]
         clip = "yes" if c.clipped else "no"
-        table.add_row(c.case, c.layout, clip, *numbers, "DIFFERS" if c.failures else "same")
-    output.print(table)
+        rows.append((c.case, c.layout, clip, *numbers, "DIFFERS" if c.failures else "same"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # no table of rich, which cuts long names where nobody watches
+        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        output.print(line.rstrip(), markup=False)
     for c in report.comparisons:
         for failure in c.failures:
             output.print(f"{c.case} {c.layout}: {failure}", markup=False)

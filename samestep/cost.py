@@ -162,9 +162,11 @@ def _memory(config: Config, spec: ModelSpec, split: Split, units: _Units, reduce
     shares = split.shard * split.inner
     count = math.ceil(parameter_count(spec) / shares)
     weight = BYTES[model.params_dtype]
-    parameters = count * weight
+    # Shards of weights that are stored in 16 bits are the float32 masters themselves.
+    in_shards = model.params_dtype in MASTERED and split.shard > 1
+    parameters = count * (4 if in_shards else weight)
     optimizer = math.ceil(_state_numbers(config, spec) / shares) * max(4, weight)
-    masters = count * 4 if model.params_dtype in MASTERED else 0
+    masters = count * 4 if model.params_dtype in MASTERED and not in_shards else 0
     buffers = 0 if spec.learned_positions else spec.max_positions * spec.head_dim * BYTES[model.rotary_dtype]
     activations, logits = _activations(config, spec, split.positions), _logits(config, spec, split.positions)
     gradients = count * (_FIXED + _EXACT if exact else BYTES[model.gradient_dtype])

@@ -6,6 +6,7 @@ variables that `torchrun` sets. Imports no torch.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -45,14 +46,14 @@ def context() -> ForkServerContext:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0, threads: int = 1
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float | None = None, threads: int = 1
 ) -> list[Any]:
     """Call `function(*arguments)` in `world_size` new processes; returns their results by rank.
 
     Args:
         function: of a module, so that its name can be sent; it joins the others with `parallel.mesh.join`.
         arguments: picklable, as the results.
-        timeout: seconds for all of it.
+        timeout: seconds for all of it; None: as long as it takes.
         threads: of PyTorch in each process.
 
     Raises:
@@ -107,13 +108,14 @@ def _work(
         torch.distributed.destroy_process_group()
 
 
-def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float) -> list[Any]:
+def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None) -> list[Any]:
     waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
     results: list[Any] = [None] * len(workers)
     failures: list[SamestepError] = []
-    deadline = time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), None if math.isinf(left) else left)
         if not ready:
             break
         for connection in ready:

@@ -337,7 +337,7 @@ def make_plan(
     unit = layout.data_parallel * training.local_batch_size
     samples = len(facts.step_lengths) if facts else training.global_batch_size
     trained = usable_samples(samples, unit, training.remainder)
-    ranks = split_step(trained, layout.data_parallel, training.local_batch_size)
+    ranks = split_step(trained, layout.data_parallel, 1 if training.exact else training.local_batch_size)
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0

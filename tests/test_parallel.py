@@ -1,6 +1,7 @@
 """Several ranks: the same run as one process, uneven data, other numbers of ranks on resume, and failing together."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.config.load import from_dict
 from samestep.data.batch import Batch
 from samestep.data.dataset import load_data, make_order
 from samestep.data.rows import IGNORE
 from samestep.errors import ConfigError, DataError, SamestepError, TrainingError
 from samestep.launch import run_ranks
+from samestep.parallel.data import local
 from samestep.parallel.mesh import Mesh, World, join, launched
-from samestep.plan import Layout
+from samestep.plan import Layout, resolve_layout
 from samestep.run import checkpoint
-from samestep.run.setup import micro_batches
+from samestep.run.setup import build_model, build_step, micro_batches
 from samestep.run.trainer import Events, Trainer
 
 DOUBLE = [f"model.{name}=float64" for name in ("params_dtype", "compute_dtype", "gradient_dtype", "reduce_dtype")]
@@ -108,12 +111,14 @@ def test_workers_that_do_not_end_are_ended():
     ("variables", "text"),
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is no number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 and WORLD_SIZE 2"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT do not say"),
+        ({"WORLD_SIZE": "2"}, "RANK does not say which"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK does not say which"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK 2 and WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "MASTER_ADDR and MASTER_PORT do not say"),
     ],
 )
 def test_an_environment_that_makes_no_sense(monkeypatch, variables, text):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -207,8 +212,8 @@ def test_a_run_goes_on_with_other_ranks_and_other_micro_batches(tiny):
     base = [*DOUBLE, "training.global_batch_size=12", "lr_scheduler.type=constant", "lr_scheduler.warmup_steps=0"]
     whole = tiny(*base, "training.steps=30", f"output_dir={tiny().output_dir}-whole")
     run(whole, 1)
-    for ranks, steps, local in ((4, 10, 1), (3, 20, 2), (1, 30, 5)):
-        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={local}")
+    for ranks, steps, size in ((4, 10, 1), (3, 20, 2), (1, 30, 5)):
+        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={size}")
         resume = "none" if ranks == 4 else "auto"
         assert run(config, ranks, resume)[0][0] == steps
     assert rows_of(config, "step") == list(range(1, 31))
@@ -234,8 +239,8 @@ def test_in_exact_mode_other_ranks_change_no_bit(tiny):
     base += ["lr_scheduler.type=constant", "training.max_norm=0.5", "evaluation.interval_steps=5"]
     whole = tiny(*base, "training.steps=15", f"output_dir={tiny().output_dir}-whole")
     run(whole, 1)
-    for ranks, steps, local in ((4, 5, 2), (3, 10, 1), (1, 15, 5)):
-        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={local}")
+    for ranks, steps, size in ((4, 5, 2), (3, 10, 1), (1, 15, 5)):
+        config = tiny(*base, f"training.steps={steps}", f"training.local_batch_size={size}")
         run(config, ranks, "none" if ranks == 4 else "auto")
     for name in ("loss", "grad_norm", "clip_coefficient", "eval_loss"):
         assert rows_of(config, name) == rows_of(whole, name)
@@ -244,6 +249,53 @@ def test_in_exact_mode_other_ranks_change_no_bit(tiny):
     assert found.keys() == wanted.keys()
     assert len(found) > 20
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def poisoned(config):
+    """Two steps; in the second the loss of rank 1 is NaN. Returns what a skip must leave, before and after, and why."""
+    world = join(timeout=30)
+    data = load_data(config)
+    mesh = Mesh(resolve_layout(config.parallelism, world.size), world, torch.device("cpu"))
+    step = build_step(config, build_model(config, data.tokenizer.vocab_size, mesh), mesh, "once_per_step")
+    order, sums = make_order(config, data), step.objective.sums
+    for number in (1, 2):
+        before = {name: local(t).clone() for name, t in step.updater.state().items()}
+        before |= {name: local(p.detach()).clone() for name, p in step.model.named_parameters()}
+        if number == 2 and world.rank == 1:
+            step.objective.sums = lambda *a: {term: value * math.nan for term, value in sums(*a).items()}
+        report = step(micro_batches(config, data.train, order.next(6 * number - 6), number, mesh))
+    after = step.updater.state() | dict(step.model.named_parameters())
+    return report.skipped, all(torch.equal(local(after[name].detach()), tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("shard", [1, -1])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(tiny, shard):
+    config = tiny(f"parallelism.data_parallel_shard={shard}")
+    assert run_ranks(poisoned, 2, config, timeout=60) == [("non-finite gradient norm", True)] * 2
+
+
+def differing(config, field):
+    world = join(timeout=30)
+    if world.rank == 1:
+        config = from_dict(json.loads(config.model_dump_json()), [field]).config
+    Trainer(config)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("field", "what"),
+    [
+        ("lr_scheduler.learning_rate=1e-3", "configuration"),
+        ("evaluation.interval_steps=3", "configuration"),
+        ("train_dataset.path=OTHER", "training data"),
+    ],
+)
+def test_ranks_that_would_not_do_the_same_are_found(tiny, tmp_path, field, what):
+    config = tiny("tokenizer.type=bpe", "tokenizer.vocab_size=100", "train_dataset.split=null")
+    other = tmp_path / "other.txt"
+    other.write_text("To be, or not to be. " * 200, encoding="utf-8")
+    with pytest.raises(DataError, match=f"rank 1 has another {what} than rank 0"):
+        run_ranks(differing, 2, config, field.replace("OTHER", str(other)))
 
 
 # ---- failing and stopping together
@@ -284,23 +336,6 @@ class StopsOnRankOne(Events):
 
 def test_a_listener_of_one_rank_stops_all(tiny):
     assert run(tiny(), 2, "none", [StopsOnRankOne]) == [(2, 2, False)] * 2
-
-
-def other_data(config):
-    world = join(timeout=30)
-    if world.rank == 1:
-        text = config.train_dataset.path + ".other"
-        with open(text, "w", encoding="utf-8") as file:
-            file.write("To be, or not to be. " * 200)
-        dataset = config.train_dataset.model_copy(update={"path": text})
-        config = config.model_copy(update={"train_dataset": dataset})
-    Trainer(config)
-
-
-def test_ranks_with_other_data_are_found(tiny):
-    config = tiny("tokenizer.type=bpe", "tokenizer.vocab_size=100", "train_dataset.split=null")
-    with pytest.raises(DataError, match="rank 1 reads other training data than rank 0"):
-        run_ranks(other_data, 2, config)
 
 
 def mistake_of_the_first(config):

@@ -15,6 +15,7 @@ from samestep.verify import parity
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = "ga=2 ga=7 packed packed+ga=3"
+GPT2 = ["model.model_type=gpt2", "model.num_key_value_heads=null", "model.tie_word_embeddings=true"]
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,38 @@ def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
 def test_layouts_that_are_none(text):
     with pytest.raises(ConfigError):
         parity.parse_layouts(text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_layouts_of_several_ranks(tiny, dtype):
+    """Ranks x micro-batches x packing, in pairs; the first half of the samples, and so a rank, may have no target."""
+    dropout = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+    config = tiny("training.global_batch_size=13", "training.max_norm=0.1", *dropout)
+    for layouts in ("dp=2+ga=3 fsdp=2+packed fsdp=3+ga=2", "hsdp=2x2+ga=3+packed fsdp=4+ga=2 dp=4"):
+        cases = ["skewed", "one_rank_empty"] + (["even", "all_empty"] if dtype == "float64" else [])
+        report = parity.run(config, layouts=parity.parse_layouts(layouts), cases=cases, dtype=dtype, steps=2)
+        assert report.passed, [c for c in report.comparisons if c.failures]
+        assert all(c.clipped for c in report.comparisons if c.case != "all_empty")
+
+
+@pytest.mark.parametrize("settings", [["model.params_dtype=bfloat16"], ["optimizer.type=Muon"], GPT2])
+def test_sharded_weights_of_other_kinds(tiny, settings):
+    """In 16 bits the shards are the masters; Muon works on whole matrices; gpt2 has biases and learned positions."""
+    config = tiny(*settings, "parallelism.reduce=every_micro_batch")
+    dtype = "config" if "bfloat16" in settings[0] else "float64"
+    layouts = parity.parse_layouts("fsdp=2 fsdp=2+ga=3 fsdp=3")
+    report = parity.run(config, layouts=layouts, cases=["even", "skewed"], dtype=dtype, steps=2)
+    assert report.passed, [c for c in report.comparisons if c.failures]
+
+
+def test_the_grid_has_all_pairs_that_fit(tiny):
+    names = [layout.name for layout in parity.grid_layouts(tiny("training.global_batch_size=12"))]
+    assert len(names) == len(set(names)) == 5 * 3 * 2
+    assert all(f"fsdp=4+ga={k}+packed" in names for k in (1, 2, 3))
+    few = [layout.name for layout in parity.grid_layouts(tiny())]  # 6 samples
+    assert "fsdp=2+ga=3+padded" in few and "fsdp=4+ga=2+padded" not in few
+    exact = parity.grid_layouts(tiny("training.global_batch_size=12", "training.exact=true"))
+    assert {layout.shard for layout in exact} == {1}
 
 
 def test_more_micro_batches_than_samples_are_refused(tiny):

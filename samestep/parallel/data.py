@@ -37,6 +37,9 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
 
     A unit's weights are gathered when it is used. Does nothing where the mesh shards nothing. Call it before the
     weights have memory (on the `meta` device), so that no rank ever holds all of them.
+
+    Weights to be stored in 16 bits have their float32 masters as shards, and are rounded when they are gathered: FSDP
+    would round the sum of the gradients to the dtype of the shards.
     """
     if mesh.weights is None:
         return
@@ -44,7 +47,10 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
     # is the first thing that the backward needs.
     free = {"default": (True, False), "always": (True, True), "never": (False, False)}
     free_layer, free_rest = free[parallelism.reshard_after_forward_policy]
-    precision_policy = MixedPrecisionPolicy(reduce_dtype=precision.reduce)
+    gathered = precision.params if is_narrow(precision.params) else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=precision.reduce, cast_forward_inputs=False)
+    if gathered is not None:
+        model.float()
     pin = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if parallelism.cpu_offload else OffloadPolicy()
     units = [(layer, free_layer) for layer in model.layers.values()] + [(model, free_rest)]
@@ -53,7 +59,7 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
             unit,
             mesh=mesh.weights,
             reshard_after_forward=free_after_forward,
-            mp_policy=precision_policy,
+            mp_policy=policy,
             offload_policy=offload,
         )
     register_fsdp_forward_method(model, "losses")
@@ -71,6 +77,18 @@ def place(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
     else:
         target.copy_(whole)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether weights stored in this dtype need float32 masters."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def free(model: nn.Module) -> None:
+    """Give back weights that are still gathered after a forward pass without a backward one."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

@@ -53,6 +53,12 @@ def launched() -> World:
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     world = World(*(_number(name, int(name.endswith("SIZE"))) for name in names))
+    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
+    if world.size > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {world.size}, but {missing[0]} does not say which of the processes this is",
+            fix="start with torchrun, which sets both, or unset WORLD_SIZE for one process",
+        )
     if not 0 <= world.rank < world.size:
         raise ConfigError(
             f"the environment has RANK {world.rank} and WORLD_SIZE {world.size}, but ranks go from 0 to WORLD_SIZE - 1",
@@ -114,6 +120,7 @@ def _name_of_start(store: dist.Store, world: World) -> str:
     never asked before, every other answers with a word of its own, and goes on once it sees that word confirmed.
     """
     word, deadline = uuid.uuid4().hex, time.monotonic() + _START_SECONDS
+    store.set_timeout(timedelta(seconds=2 * _START_SECONDS))
     if world.is_first:
         store.set("question", word)
     while time.monotonic() < deadline:
@@ -131,7 +138,7 @@ def _name_of_start(store: dist.Store, world: World) -> str:
     raise TrainingError(f"rank {world.rank}: the other ranks did not start within {_START_SECONDS} s")
 
 
-_START_SECONDS = 600
+_START_SECONDS = 300
 
 _board: dist.Store | None = None
 """Where a rank that fails leaves word for the others."""
@@ -139,8 +146,8 @@ _board: dist.Store | None = None
 
 def is_first_to_fail(message: str) -> bool:
     """Leave word that this rank ends because of `message`; whether no other rank has done so before."""
-    if _board is None:  # not even met: what each rank finds by itself, one of them tells
-        return os.environ.get("RANK", "0") == "0"
+    if _board is None:  # not even met
+        return True
     word = f"{launched().rank} {message}"
     with suppress(dist.DistError, RuntimeError):  # the process that keeps the board may be gone
         return _board.compare_set("failure", "", word).decode() == word
@@ -150,6 +157,16 @@ def is_first_to_fail(message: str) -> bool:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or does not answer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def restarts() -> int:
+    """How often torchrun has started this run again. A collective: the agents of several machines count differently."""
+    count = _number("TORCHELASTIC_RESTART_COUNT", 0)
+    if not dist.is_initialized():
+        return count
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    return max(counts)
 
 
 def leave() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep.data.batch import Batch, collate, filler
 from samestep.data.rows import Rows
+from samestep.parallel.data import free
 from samestep.parallel.exact import exact_sums
 from samestep.parallel.mesh import Mesh
 from samestep.plan import split_step
@@ -39,6 +40,7 @@ def evaluate(
         counts.append(torch.tensor([count[term] for term in objective.weights], dtype=torch.float64))
         sums.append(torch.stack([found[term].double() for term in objective.weights]))
     model.train(was_training)
+    free(model)
     total = _total(torch.stack(sums), torch.stack(counts).sum(0).to(mesh.device), len(rows) if exact else None, mesh)
     trained = [(weight, *pair) for weight, pair in zip(objective.weights.values(), total, strict=True) if weight]
     targets = max(int(count) for _, _, count in trained)

@@ -44,7 +44,14 @@ def _is_kernel_folder(place: Path) -> bool:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Size of one checkpoint of this rank."""
+    """Size of one checkpoint, which all ranks that split the weights write together."""
+    layout = plan.layout
+    ranks = layout.shard * layout.tensor * layout.pipeline
+    return ranks * held_bytes(plan)
+
+
+def held_bytes(plan: Plan) -> int:
+    """What this rank has of weights and optimizer state."""
     return plan.memory.parameters + plan.memory.optimizer + plan.memory.masters
 
 

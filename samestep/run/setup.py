@@ -90,7 +90,12 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precisio
         shard(model, mesh, config.parallelism, precision)
         model.to_empty(device="cpu" if config.parallelism.cpu_offload else mesh.device)
         model.reset_buffers(mesh.device)
-    initialize(model, config.training.seed, config.model.initializer_range, place)
+    initialize(
+        model,
+        config.training.seed,
+        config.model.initializer_range,
+        lambda target, whole: place(target, whole.to(precision.params)),
+    )
     return model
 
 
@@ -117,7 +122,9 @@ def build_step(
     return TrainStep(
         model,
         DecoderObjective(training.z_loss_weight),
-        Updater(parameters, config.optimizer, make_schedule(config.lr_scheduler, training.steps)),
+        Updater(
+            parameters, config.optimizer, make_schedule(config.lr_scheduler, training.steps), model.precision.params
+        ),
         sink,
         reduction,
         mesh,
@@ -125,6 +132,11 @@ def build_step(
         loss_dtype=model.precision.loss,
         micro_batch_mean=training.loss_normalization == "micro_batch_mean",
     )
+
+
+def stored_weights(model: Decoder) -> dict[str, torch.Tensor]:
+    """The weights by name, in the dtype that they are stored in, whatever dtype their shards have."""
+    return {name: parameter.detach().to(model.precision.params) for name, parameter in model.named_parameters()}
 
 
 def describe_machine(device: torch.device) -> str:

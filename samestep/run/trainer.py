@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -51,6 +52,7 @@ from samestep.run.setup import (
     load_updater,
     load_weights,
     micro_batches,
+    stored_weights,
 )
 from samestep.step.step import StepReport
 
@@ -115,8 +117,14 @@ class Events:
         """After the last step, unless an error ended the run."""
 
 
+def _meaning(config: Config) -> str:
+    """The configuration but for its paths, which machines may have in other places."""
+    lines = dump(config).splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("path:", "output_dir:", "save_path:")))
+
+
 class Trainer:
-    """Trains the model of a configuration on this process.
+    """Trains the model of a configuration on this process, and on those that it was launched with.
 
     Args:
         resume: `none` (refuse a folder that holds a run), `auto` (go on from the newest complete checkpoint, or begin
@@ -138,10 +146,12 @@ class Trainer:
         self.best: checkpoint.Best | None = None
         self.stop_signal: signal.Signals | None = None
         self._signalled_at = 0.0
+        self._is_listened_to = False
         self.stop_agreed = False
         self.world = join()
         self.mesh = Mesh(resolve_layout(config.parallelism, self.world.size), self.world, choose_device())
         self.device = self.mesh.device
+        self._check_agreement("configuration", _meaning(config))
         check_packages(config.monitor)
         root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
         self.last_checkpoint, passed_over = self.mesh.from_first(
@@ -158,7 +168,7 @@ class Trainer:
         self._check_best()
         self._check_data(loaded)
         progress = Progress(self.state.step, self.state.consumed_samples, self.state.tokens)
-        limit = device_memory(self.device)
+        limit = min(self.mesh.gather(device_memory(self.device)))
         self.plan = make_plan(config, self.world.size, data_facts(config, self.data), progress, limit)
         check_memory(self.plan, self.device)
         self.mesh.from_first(lambda: self._check_folders(root_field))
@@ -213,18 +223,23 @@ class Trainer:
         return checkpoint.Best(**best) if self.mesh.from_first(marker.is_file) else None
 
     def _check_data(self, loaded: checkpoint.Checkpoint | None) -> None:
-        """Every rank, and the run so far, has the same training rows."""
-        prints = self.mesh.gather(self.data.train.fingerprint)
-        if len(set(prints)) > 1:
-            odd = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
-            raise DataError(
-                f"train_dataset: rank {odd} reads other training data than rank 0, so a sample would be trained twice "
-                "or never\n  fix: give all machines the same files, and the same version of the tokenizer"
-            )
+        """Every rank has the same rows, and the run so far the same training rows."""
+        self._check_agreement("training data", self.data.train.fingerprint)
+        self._check_agreement("validation data", self.data.evaluation.fingerprint if self.data.evaluation else None)
         if loaded and loaded.state["data_fingerprint"] != self.data.train.fingerprint:
             raise CheckpointError(
                 f"{loaded.path}: the training data differs from what this run began with, so its place in the "
                 "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
+            )
+
+    def _check_agreement(self, what: str, mark: str | None) -> None:
+        """Every rank has the same of something, by its mark."""
+        marks = self.mesh.gather(mark)
+        odd = next((rank for rank, other in enumerate(marks) if other != marks[0]), None)
+        if odd is not None:
+            raise DataError(
+                f"rank {odd} has another {what} than rank 0, so they would not take the same steps\n  fix: give all "
+                "machines the same files and command, and the same versions of the packages"
             )
 
     def _check_folders(self, root_field: str) -> None:
@@ -295,6 +310,7 @@ class Trainer:
             TrainingError: `max_consecutive_skipped_steps` was reached (saved before).
         """
         self._introduce()
+        self._is_listened_to = self.mesh.any(bool(self.listeners))
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._tell("on_train_begin")
@@ -417,7 +433,7 @@ class Trainer:
         metrics_bytes = self.metrics.rows.sync()
         self.saver.save(
             self.state.step,
-            model=dict(self.model.named_parameters()),
+            model=stored_weights(self.model),
             optimizer=None if settings.no_save_optim else self.step.updater.state(),
             state={
                 "run_id": self.record.id,
@@ -443,6 +459,9 @@ class Trainer:
     # ---- the end
 
     def _close(self) -> None:
+        if self.world.size == 1:  # a checkpoint that is being written is worth an end, but others may be gone
+            with suppress(CheckpointError):
+                self.saver.wait()
         self._record_trace(self.profiler.close())
         self.display.stop()
         self.metrics.close()
@@ -490,8 +509,8 @@ class Trainer:
         return failing or self.is_stopped or self._asked("should_stop")
 
     def _asked(self, flag: str) -> bool:
-        """Whether a listener on any rank has set its flag. A collective where there are listeners."""
-        return bool(self.listeners) and self.mesh.any(any(getattr(listener, flag) for listener in self.listeners))
+        """Whether a listener on any rank has set its flag. A collective where any rank has listeners."""
+        return self._is_listened_to and self.mesh.any(any(getattr(listener, flag) for listener in self.listeners))
 
     def _wanted(self, flag: str) -> bool:
         wanted = self._asked(flag)

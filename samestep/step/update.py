@@ -11,12 +11,11 @@ from torch import nn
 
 from samestep.config.schema import OptimizerConfig
 from samestep.errors import CheckpointError
-from samestep.parallel.data import is_distributed, like, local
+from samestep.parallel.data import is_distributed, is_narrow, like, local
 from samestep.step.optimizers import Lion, Muon
 from samestep.step.schedule import Schedule
 from samestep.torch_private import scale_
 
-_NARROW = (torch.bfloat16, torch.float16)
 _MASTER, _NUMBER = "master", "number"
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 _ADAFACTOR_EPS = (1e-15, 1e-3)
@@ -112,13 +111,20 @@ class Updater:
 
     Args:
         parameters: (name, parameter) pairs; frozen ones are passed over.
+        stored: dtype that the weights are stored in; where the parameters are wider, they are the masters themselves.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, schedule: Schedule):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        schedule: Schedule,
+        stored: torch.dtype | None = None,
+    ):
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.config, self.schedule = config, schedule
         held = {name: self._part(p.detach()) for name, p in self.parameters.items()}
-        self.masters = {name: nn.Parameter(p.float()) for name, p in held.items() if p.dtype in _NARROW}
+        self.masters = {name: nn.Parameter(p.float()) for name, p in held.items() if is_narrow(stored or p.dtype)}
         self._held = {name: nn.Parameter(p) for name, p in held.items() if name not in self.masters}
         self.updates = 0
         self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
@@ -182,8 +188,9 @@ class Updater:
             scale_(gradients, coefficient)
             scale = None
         else:
-            scale = coefficient.reciprocal().float()
-        vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float())
+            scale = coefficient.reciprocal().float().to(gradients[0].device)
+        # Offloaded weights are on another device than the decision. PyTorch would copy it without waiting for it.
+        vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float().to(gradients[0].device))
         self.optimizer.step()
         self._write_back()
 
@@ -200,7 +207,8 @@ class Updater:
 
     def _write_back(self) -> None:
         for name, master in self.masters.items():
-            self._part(self.parameters[name].detach()).copy_(master)
+            if self.parameters[name].dtype != master.dtype:
+                self._part(self.parameters[name].detach()).copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.

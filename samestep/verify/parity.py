@@ -169,22 +169,30 @@ def parse_cases(text: str) -> list[str]:
 
 
 def default_layouts(config: Config) -> list[VerifyLayout]:
-    """Splits that a global batch of this size allows."""
-    size = config.training.global_batch_size
-    names = [f"ga={k}" for k in (2, 3, 4) if k <= size] + ["packed"]
-    if size > 1:
-        names += ["packed+ga=2", "dp=2"] + ([] if config.training.exact else ["fsdp=2"])
-    if size >= 6:
-        names += ["dp=2+ga=3"] + ([] if config.training.exact else ["fsdp=2+ga=3"])
-    return parse_layouts(" ".join(names))
+    """A few splits that the global batch and this machine allow."""
+    names = "ga=2 ga=3 ga=4 packed packed+ga=2 dp=2 fsdp=2 dp=2+ga=3 fsdp=2+ga=3"
+    return _possible(parse_layouts(names), config)
 
 
 def grid_layouts(config: Config) -> list[VerifyLayout]:
-    """One process, replicas, shards and both, each with 1 to 3 micro-batches a rank, padded and packed."""
-    ranks = ("dp=1", "dp=2") if config.training.exact else ("dp=1", "dp=2", "fsdp=2", "fsdp=4", "hsdp=2x2")
+    """One process, replicas, shards and both, each with 1 to 3 micro-batches a rank, padded and packed, as far as the
+    global batch and this machine allow."""
+    ranks = ("dp=1", "dp=2", "fsdp=2", "fsdp=4", "hsdp=2x2")
     names = [f"{axis}+ga={k}+{kind}" for axis in ranks for k in (1, 2, 3) for kind in ("padded", "packed")]
+    return _possible(parse_layouts(" ".join(names)), config)
+
+
+def _possible(layouts: Sequence[VerifyLayout], config: Config) -> list[VerifyLayout]:
+    most_ranks = torch.cuda.device_count() or math.inf
+    whole = config.training.exact or config.optimizer.type == "Adafactor"
     size = config.training.global_batch_size
-    return [layout for layout in parse_layouts(" ".join(names)) if layout.ranks * layout.accumulation <= size]
+    return [
+        layout
+        for layout in layouts
+        if layout.ranks * layout.accumulation <= size
+        and layout.ranks <= most_ranks
+        and not (whole and layout.shard > 1)
+    ]
 
 
 def run(
@@ -296,14 +304,14 @@ def _run_jobs(config: Config, data: Data, jobs: Sequence[Job]) -> dict[Job, Trac
         if ranks == 1:
             traces = [trace(config, data, job, Mesh.alone()) for job in chosen]
         else:
-            traces = run_ranks(trace_jobs, ranks, config, data, chosen, timeout=60 + 10 * len(chosen))[0]
+            traces = run_ranks(trace_jobs, ranks, config, data, chosen)[0]
         found.update(zip(chosen, traces, strict=True))
     return found
 
 
 def trace_jobs(config: Config, data: Data, jobs: Sequence[Job]) -> list[Trace] | None:
     """In a worker process: the traces, on the first rank."""
-    world = join(timeout=60)
+    world = join()
     traces = []
     for job in jobs:
         mesh = Mesh(job.layout.degrees, world, choose_device())
@@ -315,7 +323,8 @@ def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
     """Take the steps of a job from the first values of the model; every rank makes it, the first keeps the tensors."""
     layout, case = job.layout, job.case
     model = build_model(config, data.tokenizer.vocab_size, mesh, job.precision)
-    step = build_step(config, model, mesh, "once_per_step")
+    every = config.parallelism.reduce == "every_micro_batch"
+    step = build_step(config, model, mesh, "every_micro_batch" if every else "once_per_step")
     order = make_order(config, data)
     consumed = 0
     if case == "all_empty":  # with moments that a step without targets could decay
@@ -474,7 +483,9 @@ class _Judge:
         self._bound(
             "gradient error over that of one micro-batch", ratio, 1.1 if self.layout.micro_batch == "padded" else 1.2
         )
-        return self._result(ratio, "", self._curves(math.inf, math.inf, math.inf), None, None)
+        weights, name = self._update_error()
+        self._bound("update", weights, _update_bound(self.config.optimizer), name)
+        return self._result(ratio, "", self._curves(math.inf, math.inf, math.inf), weights, None)
 
     def _update_error(self) -> tuple[float, str]:
         """Largest distance to a float64 update from this layout's own gradient, over max(|w|, size of an update)."""
