@@ -15,7 +15,7 @@ from samestep.launch import run_ranks
 from samestep.parallel.mesh import Mesh, join
 from samestep.plan import Layout, resolve_layout
 from samestep.run import checkpoint
-from samestep.run.setup import build_model, load_updater, load_weights
+from samestep.run.setup import build_model, load_updater, load_weights, stored_weights
 from samestep.run.trainer import Events, Trainer
 from samestep.step.schedule import make_schedule
 from samestep.step.update import Updater
@@ -254,11 +254,12 @@ def updated(updater: Updater, mesh: Mesh, seed: int) -> None:
 
 def built(config, mesh: Mesh):
     model = build_model(config, 65, mesh)
-    return model, Updater(model.named_parameters(), config.optimizer, make_schedule(config.lr_scheduler, 9))
+    schedule = make_schedule(config.lr_scheduler, 9)
+    return model, Updater(model.named_parameters(), config.optimizer, schedule, model.precision.params)
 
 
 def gathered(model, updater: Updater) -> dict[str, torch.Tensor]:
-    tensors = {**{f"weight.{name}": p.detach() for name, p in model.named_parameters()}, **updater.state()}
+    tensors = {**{f"weight.{name}": tensor for name, tensor in stored_weights(model).items()}, **updater.state()}
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in tensors.items()}
 
 
@@ -270,7 +271,7 @@ def save_and_go_on(config, root: Path, with_tensors: bool) -> dict[str, torch.Te
     updated(updater, mesh, 1)
     told = gathered(model, updater)
     state = {"run": {"updates": 1}}
-    weights = dict(model.named_parameters())
+    weights = stored_weights(model)
     folder = checkpoint.save(
         root, 1, model=weights, optimizer=updater.state(), state=state, texts={}, keep=1, mesh=mesh
     )

@@ -37,7 +37,7 @@ def test_documents_take_the_same_step_however_split(documents, dtype):
 def test_rows_of_several_documents_and_dropout(documents, rows):
     config, _ = documents
     dataset = config.train_dataset.model_copy(update={"rows": rows})
-    model = config.model.model_copy(update={"hidden_dropout": 0.1, "attention_dropout": 0.1})
+    model = config.model.model_copy(update={"hidden_dropout": 0.1, "attention_dropout": 0.1, "num_hidden_layers": 1})
     config = config.model_copy(update={"train_dataset": dataset, "model": model})
     report = parity.run(config, layouts=parity.parse_layouts("ga=3 packed+ga=2"), cases=["even"], dtype="float64")
     assert report.passed, [c.failures for c in report.comparisons if c.failures]
