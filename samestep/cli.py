@@ -223,6 +223,7 @@ def evaluate(run: RunFolder, overrides: Overrides = None, debug: Debug = False) 
     """Validation loss of a run at its newest checkpoint."""
     from samestep.data.dataset import load_data
     from samestep.parallel.mesh import Mesh
+    from samestep.plan import evaluation_rows
     from samestep.run.evaluate import evaluate as evaluate_rows
     from samestep.run.setup import open_run
     from samestep.step.objective import DecoderObjective
@@ -233,7 +234,7 @@ def evaluate(run: RunFolder, overrides: Overrides = None, debug: Debug = False) 
         raise ConfigError(
             "the run has no validation data", field="eval_dataset.path", fix="write eval_dataset.path=FILE after RUN"
         )
-    size = opened.config.evaluation.local_batch_size or opened.config.training.local_batch_size
+    size = evaluation_rows(opened.config)
     objective = DecoderObjective(opened.config.training.z_loss_weight)
     exact = opened.config.training.exact
     loss, targets = evaluate_rows(opened.model, objective, data.evaluation, size, Mesh.alone(), exact=exact)

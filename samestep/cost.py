@@ -11,6 +11,7 @@ from typing import Literal
 
 from samestep.config.schema import Config
 from samestep.families import ModelSpec, parameter_count, parameter_shapes
+from samestep.recompute import WHOLE, recomputed_modules
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MASTERED = {"bfloat16", "float16"}
@@ -257,17 +258,33 @@ def _sharded_moments(
 
 
 def _activations(config: Config, spec: ModelSpec, positions: int) -> int:
-    """Kept for the backward of one layer: both norms' inputs and outputs, q, k, v and the attention's output, and the
-    MLP's gate, up and product. Norms keep a copy in their own dtype as well. Where queries and keys are normalized,
-    they are kept before and after it."""
+    """Kept for the backward of the layers, with what is computed again for one module at a time."""
+    whole, parts = _layer_activations(config, spec)
+    compute = BYTES[config.model.compute_dtype]
+    again = parts | {WHOLE: whole - spec.hidden_size * compute}
+    chosen = recomputed_modules(config.recompute, spec.num_layers)
+    freed = [again.get(name, 0) for names in chosen for name in names]
+    kept = spec.num_layers * whole - sum(freed) + max(freed, default=0)
+    return positions * (kept + 2 * spec.hidden_size * compute)
+
+
+def _layer_activations(config: Config, spec: ModelSpec) -> tuple[int, dict[str, int]]:
+    """Bytes a position that a layer keeps, and those of them that go when one of its modules is computed again.
+
+    Both norms' inputs and outputs; q, k, v and the attention's output; the MLP's gate, up and product. Norms keep a
+    copy in their own dtype as well. Where queries and keys are normalized, they are kept before and after it.
+    """
     model = config.model
-    compute = BYTES[model.compute_dtype]
+    compute, norm = BYTES[model.compute_dtype], BYTES[model.layernorm_compute_dtype]
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    mlp = (3 if spec.gated else 2) * spec.intermediate_size
     heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_layernorm else 0
-    per_layer = (4 * spec.hidden_size + attention + heads + mlp) * compute
-    per_layer += (2 * spec.hidden_size + heads) * BYTES[model.layernorm_compute_dtype]
-    return positions * (spec.num_layers * per_layer + 2 * spec.hidden_size * compute)
+    parts = {
+        "input_layernorm": spec.hidden_size * norm,
+        "self_attn": (attention + heads) * compute + heads * norm,
+        "post_attention_layernorm": spec.hidden_size * norm,
+        "mlp": (3 if spec.gated else 2) * spec.intermediate_size * compute,
+    }
+    return 4 * spec.hidden_size * compute + sum(parts.values()), parts
 
 
 def _logits(config: Config, spec: ModelSpec, positions: int) -> int:

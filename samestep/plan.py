@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -13,6 +14,14 @@ from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig,
 from samestep.cost import Cost, Memory, Reduce, Split, step_costs
 from samestep.errors import ConfigError
 from samestep.families import ModelSpec, attended, flops_per_token, parameter_count, resolve_model
+from samestep.split import positions, split_by_budget
+
+AUTO_POSITIONS = 8192
+"""Of a micro-batch with `local_batch_size: auto` where no limit of memory is known."""
+_MOST_POSITIONS = 32_768
+"""Of a micro-batch with `local_batch_size: auto`: a larger one is no faster, only harder to balance."""
+_USABLE_MEMORY = 0.8
+"""Share of the limit that `local_batch_size: auto` plans with; the rest is for what the model of memory leaves out."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward of one rank: samples `start` to `stop` of the global batch."""
+    """One forward and backward of one rank, on the samples at `places` of the global batch."""
 
     rank: int
     index: int
-    start: int
-    stop: int
+    places: tuple[int, ...]
     samples: int
     tokens: int | None
     padding: int | None
@@ -79,12 +87,14 @@ class Plan:
     document.
 
     Attributes:
+        local_batch_size, local_batch_tokens: what limits a micro-batch, in samples or in positions; the other is None.
         memory, sent_bytes, reduce: of one rank; those of `reductions` that were chosen.
     """
 
     layout: Layout
     global_batch_size: int
-    local_batch_size: int
+    local_batch_size: int | None
+    local_batch_tokens: int | None
     accumulation_steps: int
     samples_trained: int
     samples_dropped: int
@@ -206,6 +216,38 @@ def split_step(samples: int, data_parallel: int, local_batch_size: int) -> list[
     return table
 
 
+def split_samples(
+    training: TrainingConfig, lengths: Sequence[int], data_parallel: int, budget: int | None = None
+) -> list[list[Sequence[int]]]:
+    """The micro-batches of every data-parallel rank, as places in the global batch, however the configuration makes
+    them. In exact mode each sample is one.
+
+    Args:
+        lengths: of the samples of the global batch that are trained.
+        budget: positions of a micro-batch where they limit it (`Plan.local_batch_tokens`); without one the configured,
+            or a fixed one.
+    """
+    if training.exact or not training.has_budget:
+        size = 1 if training.exact else training.least_samples
+        return [[range(*pair) for pair in rank] for rank in split_step(len(lengths), data_parallel, size)]
+    budget = budget or training.local_batch_tokens or AUTO_POSITIONS
+    table = split_by_budget(lengths, data_parallel, budget, packed=training.micro_batch == "packed")
+    return [list(rank) for rank in table]
+
+
+def evaluation_rows(config: Config, budget: int | None = None) -> int:
+    """Rows of one pass of an evaluation on one rank: those configured, or as many of the longest as a budget holds.
+
+    Args:
+        budget: as in `split_samples`.
+    """
+    size = config.evaluation.local_batch_size or config.training.local_batch_size
+    if isinstance(size, int):
+        return size
+    budget = budget or config.training.local_batch_tokens or AUTO_POSITIONS
+    return max(1, budget // config.model.seq_length)
+
+
 def run_length(training: TrainingConfig, unit: int, facts: DataFacts | None, progress: Progress | None = None) -> int:
     """Steps of the run, from `training.steps`, `epochs` or `tokens`.
 
@@ -324,7 +366,8 @@ def make_plan(
         world_size: number of ranks.
         facts: of the data; without them tokens, targets and epochs are None where they cannot be known.
         progress: of a resumed run, from which the rest of the run is counted.
-        memory_limit: bytes of the device for one rank; `parallelism.reduce: auto` stays below it if it can.
+        memory_limit: bytes of the device for one rank; `parallelism.reduce: auto` stays below it if it can, and
+            `training.local_batch_size: auto` follows from it.
 
     Raises:
         ConfigError: numbers that do not fit together, or no vocabulary size; each message names the ways out.
@@ -334,10 +377,12 @@ def make_plan(
     training = config.training
     spec = resolve_model(config.model, facts.vocab_size if facts else None)
     _check_batch(config, layout, facts)
-    unit = layout.data_parallel * training.local_batch_size
-    samples = len(facts.step_lengths) if facts else training.global_batch_size
+    unit = layout.data_parallel * training.least_samples
+    lengths = facts.step_lengths if facts else (spec.seq_length,) * training.global_batch_size
+    samples = len(lengths)
     trained = usable_samples(samples, unit, training.remainder)
-    ranks = split_step(trained, layout.data_parallel, 1 if training.exact else training.local_batch_size)
+    budget = _budget(config, spec, layout, memory_limit)
+    ranks = split_samples(training, lengths[:trained], layout.data_parallel, budget)
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0
@@ -349,14 +394,16 @@ def make_plan(
     steps_per_epoch, last = _epoch_steps(training, unit, facts) if facts else (None, None)
     accumulation = max(len(rank) for rank in ranks)
     inner = layout.tensor * layout.pipeline
-    split = Split(layout.replicate, layout.shard, inner, accumulation, _widest(training, spec, micro_batches))
+    split = Split(layout.replicate, layout.shard, inner, accumulation, _widest(spec, micro_batches))
     costs = step_costs(config, spec, split)
     chosen = _choose(config.parallelism, split, costs, memory_limit)
-    context = _mean_context(facts.step_lengths if facts else (spec.seq_length,), spec.sliding_window)
+    context = _mean_context(lengths, spec.sliding_window)
+    notes = _notes(config, split, layout, divides, unit, facts, last)
     return Plan(
         layout=layout,
         global_batch_size=training.global_batch_size,
-        local_batch_size=training.local_batch_size,
+        local_batch_size=None if budget is not None else training.least_samples,
+        local_batch_tokens=budget,
         accumulation_steps=accumulation,
         samples_trained=trained,
         samples_dropped=samples - trained,
@@ -376,14 +423,54 @@ def make_plan(
         sent_bytes=chosen.sent,
         reduce=chosen.reduce,
         reductions=costs,
-        notes=tuple(_notes(config, split, layout, divides, unit, facts, last)),
+        notes=(*_budget_notes(config, lengths, budget, memory_limit), *notes),
     )
 
 
-def _widest(training: TrainingConfig, spec: ModelSpec, micro_batches: Sequence[MicroBatch]) -> int:
-    """Positions of the largest micro-batch, padding included."""
-    widest = max((m.tokens or 0) + (m.padding or 0) for m in micro_batches)
-    return widest or training.local_batch_size * spec.seq_length
+def _widest(spec: ModelSpec, micro_batches: Sequence[MicroBatch]) -> int:
+    """Positions of the largest micro-batch, padding included; of the longest samples where theirs are not known."""
+    return max(
+        m.samples * spec.seq_length if m.tokens is None or m.padding is None else m.tokens + m.padding
+        for m in micro_batches
+    )
+
+
+def _budget(config: Config, spec: ModelSpec, layout: Layout, memory_limit: int | None) -> int | None:
+    """Positions of a micro-batch at most, where they limit it. `auto`: as many as leave a part of the memory free."""
+    training = config.training
+    if training.local_batch_size != "auto":
+        return training.local_batch_tokens
+    if memory_limit is None:
+        return max(AUTO_POSITIONS, spec.seq_length)
+    usable = int(_USABLE_MEMORY * memory_limit)
+
+    def is_too_much(size: int) -> bool:
+        split = Split(layout.replicate, layout.shard, layout.tensor * layout.pipeline, 2, size)
+        return _choose(config.parallelism, split, step_costs(config, spec, split), usable).memory.on_device > usable
+
+    return max(bisect_left(range(_MOST_POSITIONS + 1), True, key=is_too_much) - 1, spec.seq_length)
+
+
+def _budget_notes(config: Config, lengths: Sequence[int], budget: int | None, memory_limit: int | None) -> list[str]:
+    if budget is None:
+        return []
+    notes = []
+    if config.training.local_batch_size == "auto":
+        why = (
+            f"{_USABLE_MEMORY:.0%} of a memory of {memory_limit / 2**30:.3g} GiB, and no more than {_MOST_POSITIONS}"
+            if memory_limit is not None
+            else "a fixed number, since no limit of memory is known here; a run takes it from its device"
+        )
+        notes.append(f"local_batch_size auto: micro-batches of up to {budget} positions, padding included ({why}).")
+    longer = sum(length > budget for length in lengths)
+    if longer:
+        notes.append(
+            f"{longer} of {len(lengths)} samples are longer than local_batch_tokens {budget}: each is a micro-batch of "
+            "its own."
+        )
+    if config.training.exact:
+        notes.append("training.exact: each sample is a micro-batch of its own, whatever the budget.")
+    return notes
 
 
 def _choose(parallelism: ParallelismConfig, split: Split, costs: tuple[Cost, Cost], memory_limit: int | None) -> Cost:
@@ -414,11 +501,17 @@ def _nearest(size: int, unit: int) -> tuple[int, ...]:
 
 def _check_batch(config: Config, layout: Layout, facts: DataFacts | None) -> None:
     training = config.training
-    unit = layout.data_parallel * training.local_batch_size
+    unit = layout.data_parallel * training.least_samples
     size = training.global_batch_size
+    if training.has_budget and unit > size:
+        raise ConfigError(
+            f"{unit} data-parallel ranks are more than the {size} samples of a global batch",
+            field="training.global_batch_size",
+            fix=f"raise global_batch_size to {unit} or more, or lower the data-parallel ranks to {size} or less",
+        )
     if unit > size:
         raise ConfigError(
-            f"data_parallel x local_batch_size = {layout.data_parallel} x {training.local_batch_size} = {unit} is more "
+            f"data_parallel x local_batch_size = {layout.data_parallel} x {training.least_samples} = {unit} is more "
             f"than global_batch_size {size}",
             field="training.global_batch_size",
             fix=f"raise global_batch_size to {unit} or more, or "
@@ -494,22 +587,22 @@ def _check_decay(schedule: LrSchedulerConfig, steps: int) -> None:
 
 
 def _micro_batches(
-    config: Config, ranks: list[list[tuple[int, int]]], spec: ModelSpec, facts: DataFacts | None
+    config: Config, ranks: list[list[Sequence[int]]], spec: ModelSpec, facts: DataFacts | None
 ) -> list[MicroBatch]:
     packed = config.training.micro_batch == "packed"
     fixed = config.train_dataset.rows == "cut"
     table = []
-    for rank, ranges in enumerate(ranks):
-        for index, (start, stop) in enumerate(ranges):
+    for rank, groups in enumerate(ranks):
+        for index, places in enumerate(groups):
             tokens = targets = padding = None
             if facts:
-                lengths = facts.step_lengths[start:stop]
-                tokens, targets = sum(lengths), sum(facts.step_targets[start:stop])
-                padding = 0 if packed else max(lengths) * len(lengths) - tokens
+                lengths = [facts.step_lengths[place] for place in places]
+                tokens, targets = sum(lengths), sum(facts.step_targets[place] for place in places)
+                padding = positions(lengths, packed) - tokens
             elif fixed:
-                tokens = targets = (stop - start) * spec.seq_length
+                tokens = targets = len(places) * spec.seq_length
                 padding = 0
-            table.append(MicroBatch(rank, index, start, stop, stop - start, tokens, padding, targets))
+            table.append(MicroBatch(rank, index, tuple(places), len(places), tokens, padding, targets))
     return table
 
 
@@ -547,7 +640,7 @@ def _notes(
         notes.append(
             f"global_batch_size {size} is not a multiple of {unit}: {outcome}. {nearest} would divide exactly."
         )
-    if size > unit:
+    if size > unit and not training.has_budget:
         notes.append(
             "Accumulation saves memory; it is no faster than a true large batch. "
             "If memory allows, raise local_batch_size: the step stays the same."
@@ -563,6 +656,11 @@ def _notes(
         notes.append("float16: small gradients vanish, since this version scales no loss; bfloat16 has the range.")
     if config.model.attention_dropout > 0:
         notes.append("attention_dropout > 0 runs the reference attention: slower, with a score matrix in memory.")
+    if config.swap.enable:
+        notes.append(
+            "swap.enable keeps the activations of the layers in CPU memory, which the figures here do not take into "
+            "account; on a CPU device it has no effect."
+        )
     if facts and last and training.last_batch == "use":
         dropped = last - usable_samples(last, unit, training.remainder)
         discarded = f", of which {dropped} are discarded (remainder: drop)" if dropped else ""

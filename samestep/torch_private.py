@@ -47,3 +47,15 @@ def graph_is_kept() -> bool:
     """
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if query is None else bool(query())
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far, in seconds of wall time; 0 where it does not tell.
+
+    `torch.compiler` has no public count. Relies on `calculate_time_spent`, whose `total_wall_time` adds up tracing and
+    compiling of forward and backward graphs.
+    """
+    from torch._dynamo import utils  # heavy, and loaded already where anything was compiled
+
+    report = getattr(utils, "calculate_time_spent", None)
+    return 0.0 if report is None else float(report().get("total_wall_time", 0.0))

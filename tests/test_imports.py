@@ -12,7 +12,9 @@ ROOMS = (
     "torch_private",
     "config",
     "families",
+    "recompute",
     "cost",
+    "split",
     "plan",
     "ops",
     "data",
@@ -26,10 +28,11 @@ ROOMS = (
 ORDER_INSIDE = {
     "config": ("kinds", "optimization", "schema", "foreign", "fields", "load", "document", "template"),
     "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
-    "model": ("linear", "norm", "attention", "feed_forward", "decoder", "init", "weights"),
+    "model": ("linear", "norm", "attention", "feed_forward", "decoder", "activations", "init", "weights"),
     "parallel": ("mesh", "data", "exact"),
-    "step": ("objective", "accumulate", "clip", "schedule", "optimizers", "update", "step"),
+    "step": ("objective", "recovery", "accumulate", "clip", "schedule", "optimizers", "update", "step"),
     "run": (
+        "allocator",
         "checkpoint",
         "record",
         "loggers",

@@ -272,6 +272,31 @@ def test_swiglu(dtype):
             )
 
 
+@pytest.mark.parametrize("dtype", ALL)
+def test_clamped_swiglu(dtype):
+    """In float64 against clamps of PyTorch; the limit is no number of the low dtypes, and some inputs lie beyond it."""
+    limit = 1.003
+
+    def eager(gate, up):
+        return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+    def twin(gate, up):
+        return ops.reference_swiglu(gate, up, limit)
+
+    for gate, up in zip(layouts(dtype, 3, 7, 11), layouts(dtype, 3, 7, 11), strict=True):
+        check(lambda g, u: ops.swiglu(g, u, limit), twin, [gate, up], eager=eager)
+        wide = [gate.double(), up.double()]
+        for got, truth in zip(run(twin, wide), run(eager, wide), strict=True):
+            assert distance(got, truth) < 1e-14
+        _, dgate, dup = run(lambda g, u: ops.swiglu(g, u, limit), [gate, up])
+        assert (gate > limit).any() and (gate < -limit).any() and (up < -limit).any()
+        assert torch.equal(dgate == 0, gate.double() > limit) and torch.equal(dup == 0, up.double().abs() > limit)
+    halves = torch.cat([gate, up], -1)
+    assert torch.equal(ops.get_activation("fusedswiglu", limit=limit)(halves), ops.swiglu(gate, up, limit))
+    with pytest.raises(ValueError, match="limit 0 is not above 0"):
+        ops.swiglu(gate, up, 0)
+
+
 def test_swiglu_saves_only_its_inputs_and_refuses_what_does_not_fit():
     saved = []
     gate, up = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep import ops
+from samestep.ops import cross_entropy as cross_entropy_module
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -31,6 +33,20 @@ def run(function, hidden, weight, labels, factor=1.0, **kwargs):
 def distance(got, truth):
     truth = truth.double()
     return ((got.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+
+
+class Shapes(TorchDispatchMode):
+    """Remembers the shape of every tensor that an operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else [result]
+        self.seen |= {tuple(tensor.shape) for tensor in results if isinstance(tensor, torch.Tensor)}
+        return result
 
 
 @pytest.mark.parametrize("z_loss_weight", [0.0, 1e-2])
@@ -68,6 +84,120 @@ def test_against_closed_form(dtype, bound, z_loss_weight):
         assert g.dtype == dtype
         assert distance(g, t) <= bound and distance(r, t) <= bound
     assert (got[3][labels == -100] == 0).all()
+
+
+TERMS = {
+    "smoothing": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "cap": {"softcap": 1.5},
+    "weights": {"weights": True},
+    "everything": {"label_smoothing": 0.2, "softcap": 3.0, "weights": True, "z_loss_weight": 1e-2},
+}
+
+
+def with_weights(terms, tokens=23):
+    """Some weights are negative, some 0."""
+    terms = dict(terms)
+    if terms.pop("weights", False):
+        terms["weights_T"] = torch.linspace(-0.5, 2, tokens, dtype=F64) * (torch.arange(tokens) % 5 != 1)
+    return terms
+
+
+def pytorch_losses(hidden, weight, labels, label_smoothing=0.0, softcap=None, weights_T=None, z_loss_weight=0.0):
+    """The three sums in float64 from `F.cross_entropy` on full logits, token by token."""
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    weights_T = torch.ones(len(labels), dtype=F64) if weights_T is None else weights_T
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    cross_entropy = (losses * weights_T).sum()
+    z_loss = (logits.exp().sum(1).log() ** 2 * weights_T)[labels != -100].sum()
+    return cross_entropy + z_loss_weight * z_loss, cross_entropy, z_loss
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize(("dtype", "bound"), [(F32, 3e-6), (F64, 1e-12)])
+def test_terms_against_pytorch(name, dtype, bound):
+    hidden, weight, labels = case(dtype)
+    terms = with_weights(TERMS[name])
+    truth = run(pytorch_losses, hidden.double(), weight.double(), labels, factor=0.37, **terms)
+    terms.update(compute_dtype=dtype, loss_dtype=dtype)
+    for chunk in (None, 1, 7):
+        got = run(ops.linear_cross_entropy, hidden, weight, labels, factor=0.37, chunk_tokens=chunk, **terms)
+        assert all(distance(g, t) <= bound for g, t in zip(got, truth, strict=True))
+    twin = run(ops.reference_linear_cross_entropy, hidden, weight, labels, factor=0.37, **terms)
+    assert all(distance(t, truth_) <= bound for t, truth_ in zip(twin, truth, strict=True))
+
+
+@pytest.mark.parametrize("compute", [BF16, F16])
+def test_terms_in_low_compute(compute):
+    hidden, weight, labels = case(compute, params=F32)
+    kwargs = {"compute_dtype": compute, **with_weights(TERMS["everything"])}
+    got = run(ops.linear_cross_entropy, hidden, weight, labels, **kwargs)
+    truth = run(ops.reference_linear_cross_entropy, hidden.double(), weight.double(), labels, **kwargs)
+    step = {F32: 3e-6, BF16: 2**-8, F16: 2**-11}
+    assert all(distance(g, t) <= step[g.dtype] for g, t in zip(got, truth, strict=True))
+
+
+def test_terms_far_beyond_the_cap():
+    """No worse than PyTorch in float32 where tanh saturates."""
+    hidden, weight, labels = case(F32)
+    hidden *= 20
+    terms = {"softcap": 2.0, "label_smoothing": 0.1}
+    got = run(ops.linear_cross_entropy, hidden, weight, labels, compute_dtype=F32, **terms)
+    truth = run(pytorch_losses, hidden.double(), weight.double(), labels, **terms)
+    plain = run(pytorch_losses, hidden, weight, labels, **terms)
+    for g, p, t in zip(got, plain, truth, strict=True):
+        assert distance(g, t) <= 1.5 * distance(p, t) + 1e-6
+
+
+def test_gradcheck_of_all_terms():
+    hidden, weight, labels = case(F64, tokens=5, dim=3, vocabulary=4)
+    terms = with_weights(TERMS["everything"], tokens=5)
+
+    def total(h, w):
+        return ops.linear_cross_entropy(h, w, labels, compute_dtype=F64, loss_dtype=F64, chunk_tokens=2, **terms)[0]
+
+    assert torch.autograd.gradcheck(total, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+def test_weight_zero_is_an_ignored_label():
+    hidden, weight, labels = case(F32)
+    weights = torch.ones(23)
+    weights[3:9] = 0
+    ignored = labels.clone()
+    ignored[3:9] = -100
+    broken = hidden.clone()
+    broken[3:9] = float("nan")  # never reaches the head
+    got = run(ops.linear_cross_entropy, broken, weight, labels, compute_dtype=F32, weights_T=weights)
+    expected = run(ops.linear_cross_entropy, hidden, weight, ignored, compute_dtype=F32)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+def test_terms_keep_a_chunk_within_its_memory(monkeypatch):
+    """A cap needs a second buffer of the logits' size, so that a chunk has half the tokens."""
+    hidden, weight, labels = case(F32, tokens=40, dim=3, vocabulary=512)
+    monkeypatch.setitem(cross_entropy_module._CHUNK_BYTES, "cpu", 8 * 512 * 4)
+    for terms, tokens in (({}, 8), ({"label_smoothing": 0.1}, 8), ({"softcap": 5.0}, 4)):
+        with Shapes() as shapes:
+            run(ops.linear_cross_entropy, hidden, weight, labels, compute_dtype=F32, **terms)
+        assert max(shape[0] for shape in shapes.seen if shape[1:] == (512,)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"label_smoothing": 1.5}, "label_smoothing 1.5 is not between 0 and 1"),
+        ({"label_smoothing": float("nan")}, "label_smoothing nan"),
+        ({"softcap": 0.0}, "softcap 0.0 is not above 0"),
+        ({"weights_T": torch.ones(22)}, r"weights \(22,\) must be constants"),
+        ({"weights_T": torch.ones(23, requires_grad=True)}, "must be constants"),
+    ],
+)
+def test_terms_that_make_no_sense(wrong, message):
+    hidden, weight, labels = case(F32)
+    with pytest.raises(ValueError, match=message):
+        ops.linear_cross_entropy(hidden, weight, labels, compute_dtype=F32, **wrong)
 
 
 @pytest.mark.parametrize("params", [F32, "same"])

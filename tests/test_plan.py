@@ -251,10 +251,8 @@ def test_a_rate_that_ends_above_its_peak():
 def test_tokens_targets_and_padding_by_hand():
     facts = facts_of(50, 10, 4, 7, 1, 9)
     padded = make_plan(batch_of(5, 2), 2, facts)  # rank 0: (10, 4) (7); rank 1: (1, 9)
-    found = [
-        (m.rank, m.index, m.start, m.stop, m.samples, m.tokens, m.padding, m.targets) for m in padded.micro_batches
-    ]
-    assert found == [(0, 0, 0, 2, 2, 14, 6, 12), (0, 1, 2, 3, 1, 7, 0, 6), (1, 0, 3, 5, 2, 10, 8, 8)]
+    found = [(m.rank, m.index, m.places, m.samples, m.tokens, m.padding, m.targets) for m in padded.micro_batches]
+    assert found == [(0, 0, (0, 1), 2, 14, 6, 12), (0, 1, (2,), 1, 7, 0, 6), (1, 0, (3, 4), 2, 10, 8, 8)]
     assert (padded.tokens, padded.padding, padded.targets) == (31, 14, 26)
     packed = make_plan(batch_of(5, 2, training__micro_batch="packed"), 2, facts)
     assert (packed.tokens, packed.padding, packed.targets) == (31, 0, 26)

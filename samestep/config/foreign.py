@@ -16,7 +16,9 @@ FOREIGN: dict[str, str] = {
     "context": "set up its own launcher and hardware",
     "use_remove_redundant_dataset": "had no effect there either",
     "recompute_comm": "communication is never computed again",
-    "swap": "activations are not moved off the device",
+    "swap.default_prefetch": "activations come back when their layer needs them",
+    "swap.layer_swap": "the activations of all layers are moved",
+    "swap.op_swap": "the activations of all layers are moved",
     "training.use_skip_step_on_nan": "non-finite steps are always skipped",
     "parallelism.data_parallel_shard_strategy": "had no effect there either",
     "parallelism.disable_gradient_division": "gradients are always summed, never averaged",
@@ -92,11 +94,9 @@ warning."""
 
 UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "run_mode": ("train",),
-    "compile": (False,),
     "callbacks": ([],),
     "lora_config": (None,),
     "inference": (None,),
-    "swap.enable": (False,),
     "training.rampup_batch_size": (None,),
     "parallelism.dense_fsdp_shard_size": (None,),
     "parallelism.context_parallel_method": ("colossal",),
@@ -121,9 +121,6 @@ UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "checkpoint.no_load_optim": (False,),
     "checkpoint.save_trainable_only": (False,),
     "checkpoint.base_load_path": ("",),
-    "recompute.mode": ("None",),
-    "recompute.full_recompute_layer": (None,),
-    "recompute.select_module": (None,),
     "recompute.exclude_op": (None,),
 }
 """Fields whose effect this version does not have -> the only values accepted. Those that are not in the schema are

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -119,6 +121,42 @@ def shard_degree(value: int) -> int:
     return value
 
 
+def layer_ranges(value: list[str]) -> list[str]:
+    """Refuses what is not layers in ascending order, each once: `["0-3", "7"]`."""
+    fix = 'write layers in ascending order, such as ["0-3", "7"]'
+    last = -1
+    for text in value:
+        if not re.fullmatch(r"\d+(-\d+)?", text):
+            raise ConfigError(f"`{text}` is neither a layer nor a range of layers", fix=fix)
+        first, stop = range_ends(text)
+        if first <= last or stop < first:
+            raise ConfigError(f"`{text}` is not in ascending order", fix=fix)
+        last = stop
+    if not value:
+        raise ConfigError("names no layer", fix=fix)
+    return value
+
+
+def range_ends(text: str) -> tuple[int, int]:
+    """`"2-5"` -> 2, 5; `"7"` -> 7, 7."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
+def layer_numbers(ranges: Sequence[str]) -> list[int]:
+    """`["0-2", "7"]` -> 0, 1, 2, 7."""
+    return [layer for first, last in map(range_ends, ranges) for layer in range(first, last + 1)]
+
+
+def patterns(value: dict[str, Any]) -> dict[str, Any]:
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"`{pattern}` is no regular expression: {error}") from None
+    return value
+
+
 Int = Annotated[int, BeforeValidator(whole)]
 Count = Annotated[int, BeforeValidator(whole), Gt(0)]
 Natural = Annotated[int, BeforeValidator(whole), Ge(0)]
@@ -131,6 +169,8 @@ Text = Annotated[str, MinLen(1)]
 Paths = Text | Annotated[list[Text], MinLen(1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], BeforeValidator(long_dtype)]
 WideDtype = Annotated[Dtype, AfterValidator(wide)]
+LayerRanges = Annotated[list[str], AfterValidator(layer_ranges)]
+ModuleLayers = Annotated[dict[str, LayerRanges], AfterValidator(patterns)]
 
 
 class Section(BaseModel):

@@ -18,6 +18,8 @@ from samestep.config.kinds import (
     Count,
     Dtype,
     Int,
+    LayerRanges,
+    ModuleLayers,
     Natural,
     NonNegative,
     Paths,
@@ -79,8 +81,12 @@ class TrainingConfig(Section):
     """Passes over the training data, instead of `steps`; the last one may be a part, rounded up to a whole step."""
     tokens: Count | None = None
     """Tokens to train on, instead of `steps`; the step that reaches them is the last."""
-    local_batch_size: Count = 1
-    """Samples of one micro-batch on one rank."""
+    local_batch_size: Count | Literal["auto"] | None = 1
+    """Samples of one micro-batch on one rank; `auto`: samples of like length together, as many as the plan finds memory
+    for; null if `local_batch_tokens` is given."""
+    local_batch_tokens: Count | None = None
+    """Positions of one micro-batch on one rank, padding included, instead of `local_batch_size`: samples of like length
+    go together, so little is padding; a longer sample is a micro-batch of its own."""
     global_batch_size: Count = 1
     """Samples of one optimizer step over all ranks; the accumulation steps follow from it."""
     max_norm: Annotated[Positive | None, BeforeValidator(clip_threshold)] = 1.0
@@ -126,6 +132,45 @@ class TrainingConfig(Section):
         if given:
             return {"steps": None, **data}
         return {name: value for name, value in data.items() if name != "steps"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_micro_batch_size(cls, data: Any) -> Any:
+        """The default of `local_batch_size` holds only where no budget is given."""
+        if not isinstance(data, dict):
+            return data
+        samples, positions = data.get("local_batch_size"), data.get("local_batch_tokens")
+        if samples is not None and positions is not None:
+            raise ConfigError(
+                "the size of a micro-batch is given twice, in samples (local_batch_size) and in positions",
+                field="training.local_batch_tokens",
+                fix="keep one of them, and write null for the other",
+            )
+        if positions is not None:
+            return {**data, "local_batch_size": None}
+        return data if samples is not None else {k: v for k, v in data.items() if k != "local_batch_size"}
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether positions, not samples, limit a micro-batch."""
+        return not isinstance(self.local_batch_size, int)
+
+    @property
+    def least_samples(self) -> int:
+        """Samples that a micro-batch has unless the data is short: `local_batch_size`, or one with a budget."""
+        return self.local_batch_size if isinstance(self.local_batch_size, int) else 1
+
+    @model_validator(mode="after")
+    def _budget_has_no_remainder(self) -> Self:
+        if self.has_budget and self.remainder != "use":
+            size = "local_batch_size auto" if self.local_batch_tokens is None else "local_batch_tokens"
+            raise ConfigError(
+                f"with {size} a micro-batch has no number of samples that a global batch could be a multiple of, so "
+                f"`{self.remainder}` has no meaning",
+                field="training.remainder",
+                fix="write use, or a number for local_batch_size",
+            )
+        return self
 
     @model_validator(mode="after")
     def _exact_fits(self) -> Self:
@@ -244,7 +289,8 @@ class EvaluationConfig(Section):
     interval_steps: Natural = 0
     """Training steps between evaluations; 0 = only at the end."""
     local_batch_size: Count | None = None
-    """Samples of one evaluation micro-batch on one rank; null = `training.local_batch_size`."""
+    """Samples of one evaluation micro-batch on one rank; null = `training.local_batch_size`, or as many of the longest
+    as the micro-batches of the training have positions."""
 
 
 class RopeScalingConfig(Section):
@@ -455,16 +501,43 @@ class MonitorConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that are computed again in the backward pass to save memory."""
+    """Activations that are computed again in the backward pass to save memory. The other fields act only with a `mode`
+    that uses them."""
 
     mode: Literal["None", "full", "select"] = "None"
     """`None`: keep all activations; `full`: recompute whole layers; `select`: recompute chosen modules."""
-    full_recompute_layer: list[str] | None = None
-    """Layers to recompute, such as `["0-3", "7"]`."""
-    select_module: dict[str, list[str]] | None = None
-    """Modules to recompute: pattern of the name inside a layer -> layers."""
+    full_recompute_layer: LayerRanges | None = None
+    """Layers to recompute as a whole, such as `["0-3", "7"]`; null = all with `full`, none with `select`."""
+    select_module: ModuleLayers | None = None
+    """With `select`: regular expression of a module's name inside a layer -> layers, such as `mlp: ["0-3"]`; modules
+    are `input_layernorm`, `self_attn`, `self_attn.attention_core`, `post_attention_layernorm` and `mlp`."""
     exclude_op: dict[str, list[str]] | None = None
     """Operators not to recompute: pattern -> layers."""
+
+    @model_validator(mode="after")
+    def _select_chooses(self) -> Self:
+        if self.mode == "select" and not self.select_module:
+            raise ConfigError(
+                "mode is `select`, but no module is chosen",
+                field="recompute.select_module",
+                fix='write for example {mlp: ["0-3"]}, or mode: full',
+            )
+        return self
+
+
+class SwapConfig(Section):
+    """Activations that are kept in CPU memory until the backward pass needs them."""
+
+    enable: bool = False
+    """Move the activations of all layers to CPU memory; no effect on a CPU device, where they are there already."""
+
+
+class CpuConfig(Section):
+    """Training on a CPU."""
+
+    keep_freed_memory: bool = False
+    """Keep the memory that tensors free for those after them, instead of giving it back to the system: fewer page
+    faults, more memory. Needs glibc."""
 
 
 class ProfilerConfig(Section):
@@ -506,7 +579,8 @@ class Config(Section):
     output_dir: Text = "runs/default"
     """Folder of the run; relative to the current directory."""
     compile: bool = False
-    """Compile the network."""
+    """Compile norms, projections and feed-forward of every layer (`torch.compile`): faster steps after a slow first
+    one."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
     training: TrainingConfig = TrainingConfig()
@@ -531,8 +605,12 @@ class Config(Section):
     """What is shown while training."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activations that are computed again."""
+    swap: SwapConfig = SwapConfig()
+    """Activations that are kept in CPU memory."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Time and memory traces."""
+    cpu: CpuConfig = CpuConfig()
+    """Training on a CPU."""
     callbacks: list[Any] = []  # noqa: RUF012 (pydantic copies it)
     """Registered callbacks."""
 
@@ -543,6 +621,17 @@ class Config(Section):
                 "validation data comes from eval_dataset.path, so nothing would be split off the training data",
                 field="train_dataset.split",
                 fix="remove train_dataset.split, or eval_dataset.path",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_kernels_are_fixed(self) -> Config:
+        if self.training.exact and self.compile:
+            raise ConfigError(
+                "compiled kernels are made for the first shapes that come, and may add up in another order after "
+                "others, which `training.exact: true` rules out",
+                field="compile",
+                fix="write false, or training.exact: false",
             )
         return self
 

@@ -40,6 +40,11 @@ class Batch:
     samples: int
 
     @property
+    def positions(self) -> int:
+        """Padding included."""
+        return self.input_ids.numel()
+
+    @property
     def targets(self) -> int:
         return int((self.labels != IGNORE).sum())
 
@@ -51,10 +56,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device == self.input_ids.device:
             return self
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("input_ids", "labels", "position_ids", "document_ids", "sample_ids")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _FILL}
         return replace(self, **moved)
 
 
@@ -84,13 +86,46 @@ def collate(samples: Sequence[Sample], places: Sequence[int], layout: str, dropo
             fields["sample_ids"][r, here] = place
             spans += [(r, at + start, at + stop) for start, stop in _document_spans(sample)]
             at += len(sample)
-    one_document_a_row = [span[:2] for span in spans] == [(r, 0) for r in range(len(rows))]
     return Batch(
         **{name: torch.from_numpy(value) for name, value in fields.items()},
-        spans=None if one_document_a_row else tuple(spans),
+        spans=_spans_or_none(spans, len(rows)),
         dropout_key=dropout_key,
         samples=len(samples),
     )
+
+
+def _spans_or_none(spans: Sequence[tuple[int, int, int]], rows: int) -> tuple[tuple[int, int, int], ...] | None:
+    one_document_a_row = [span[:2] for span in spans] == [(r, 0) for r in range(rows)]
+    return None if one_document_a_row else tuple(spans)
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch]:
+    """Two micro-batches of the samples of one, which has two samples or more, laid out as it is."""
+    assert batch.samples > 1
+    count = batch.samples // 2
+    if len(batch.input_ids) == batch.samples:
+        return _rows(batch, 0, count), _rows(batch, count, batch.samples)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.sample_ids[0].diff().nonzero().flatten() + 1])
+    edge, width = int(starts[count]), batch.input_ids.shape[1]
+    return _columns(batch, 0, edge, count), _columns(batch, edge, width, batch.samples - count)
+
+
+def _rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Some rows of a padded micro-batch, padded to the longest of them."""
+    width = int((batch.document_ids[start:stop] != NOWHERE).sum(1).max())
+    spans = batch.spans and _spans_or_none(
+        [(row - start, first, last) for row, first, last in batch.spans if start <= row < stop], stop - start
+    )
+    parts = {name: getattr(batch, name)[start:stop, :width] for name in _FILL}
+    return replace(batch, **parts, spans=spans, samples=stop - start)
+
+
+def _columns(batch: Batch, start: int, stop: int, samples: int) -> Batch:
+    """Some neighbouring samples of a packed micro-batch."""
+    assert batch.spans is not None
+    spans = _spans_or_none([(0, a - start, b - start) for _, a, b in batch.spans if start <= a < stop], 1)
+    parts = {name: getattr(batch, name)[:, start:stop] for name in _FILL}
+    return replace(batch, **parts, spans=spans, samples=samples)
 
 
 def filler(dropout_key: int = 0) -> Batch:

@@ -91,6 +91,10 @@ class Rows:
 
     def lengths(self) -> np.ndarray:
         """Inputs of every row, int64 [rows]."""
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
         sums = np.concatenate([[0], np.cumsum(self._stops - self._starts - 1)])
         return np.diff(sums[np.concatenate([[0], self._row_ends])])
 

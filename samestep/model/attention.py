@@ -92,19 +92,23 @@ class Attention(nn.Module):
         self.attention_core = AttentionCore(spec, precision)
 
     def forward(self, x_BSC: torch.Tensor, context: Context, dropout_key: int) -> torch.Tensor:
-        q_BSHD = self._placed(self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim)), self.q_norm, context)
-        k_BSKD = self._placed(self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim)), self.k_norm, context)
-        v_BSKD = self.v_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        q_BSHD, k_BSKD, v_BSKD = self.project(x_BSC, context.rope, context.rope_ids)
         if context.cache is not None:
             k_BSKD, v_BSKD = context.cache.append(self.layer, k_BSKD, v_BSKD)
         out_BSHD = self.attention_core(q_BSHD, k_BSKD, v_BSKD, context, dropout_key)
         return self.o_proj(out_BSHD.flatten(-2))
 
-    def _placed(self, x_BSHD: torch.Tensor, norm: nn.Module | None, context: Context) -> torch.Tensor:
-        """Queries or keys, normalized head by head where the model does so, then turned by their positions."""
-        if norm is not None:
-            x_BSHD = norm(x_BSHD)
-        if context.rope is None:
-            return x_BSHD
-        assert context.rope_ids is not None
-        return apply_rope(x_BSHD, *context.rope, context.rope_ids)
+    def project(
+        self, x_BSC: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, rope_ids_BS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values; queries and keys normalized head by head where the model does so, and turned by
+        their positions. A function of tensors alone, which `model.activations` may compile."""
+        q_BSHD = self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        k_BSKD = self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        v_BSKD = self.v_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
+        if rope is not None:
+            assert rope_ids_BS is not None
+            q_BSHD, k_BSKD = apply_rope(q_BSHD, *rope, rope_ids_BS), apply_rope(k_BSKD, *rope, rope_ids_BS)
+        return q_BSHD, k_BSKD, v_BSKD

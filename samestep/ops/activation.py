@@ -65,47 +65,74 @@ class _SwiGlu(torch.autograd.Function):
     """Saves its two inputs and nothing else: silu(gate) is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.limit = limit
         # silu of a float32 copy for low dtypes: rounding silu(gate) before the product would double the error.
-        return F.silu(gate.to(wide(gate.dtype))).mul_(up).to(gate.dtype)
+        gate_wide = gate.to(wide(gate.dtype))
+        if limit is not None:
+            gate_wide, up = gate_wide.clamp(max=limit), up.to(gate_wide.dtype).clamp(-limit, limit)
+        return F.silu(gate_wide).mul_(up).to(gate.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        math_dtype = wide(gate.dtype)
-        gate_wide, grad_wide = gate.to(math_dtype), grad.to(math_dtype)
+        dtype, limit = gate.dtype, ctx.limit
+        gate, grad = gate.to(wide(dtype)), grad.to(wide(dtype))
+        if limit is not None:
+            up = up.to(wide(dtype))
+            gate_is_out, up_is_out = gate > limit, up.abs() > limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         dgate = dup = None
         if ctx.needs_input_grad[0]:
-            dgate = torch_private.silu_backward(grad_wide * up, gate_wide).to(gate.dtype)
+            dgate = torch_private.silu_backward(grad * up, gate)
+            dgate = (dgate if limit is None else dgate.masked_fill_(gate_is_out, 0)).to(dtype)
         if ctx.needs_input_grad[1]:
-            dup = F.silu(gate_wide).mul_(grad_wide).to(up.dtype)
-        return dgate, dup
+            dup = F.silu(gate).mul_(grad)
+            dup = (dup if limit is None else dup.masked_fill_(up_is_out, 0)).to(dtype)
+        return dgate, dup, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     """`silu(gate) * up` (Shazeer 2020, eq. 6), both of one shape and dtype.
 
+    Args:
+        limit: gate is clamped to at most this, up to within plus and minus this, as gpt-oss does; what is clamped gets
+            no gradient. None: no clamping.
+
     Raises:
-        ValueError: shapes or dtypes differ.
+        ValueError: shapes or dtypes differ, or a limit not above 0.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must have one shape and dtype"
         )
-    return _SwiGlu.apply(gate, up)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit {limit} is not above 0")
+    return _SwiGlu.apply(gate, up, limit)
 
 
 class FusedSwiGlu(nn.Module):
-    """`silu(first half) * second half` along a dimension."""
+    """`silu(first half) * second half` along a dimension.
+
+    Args:
+        limit: as in `swiglu`.
+    """
+
+    def __init__(self, limit: float | None = None):
+        super().__init__()
+        self.limit = limit
 
     def forward(self, x: Tensor, dim: int = -1) -> Tensor:
         """x with an even size along `dim` -> half that size. ValueError where the size is odd."""
         if x.shape[dim] % 2:
             raise ValueError(f"SwiGLU halves dimension {dim}, whose size {x.shape[dim]} is odd")
         gate, up = x.chunk(2, dim)
-        return swiglu(gate, up)
+        return swiglu(gate, up, self.limit)
+
+    def extra_repr(self) -> str:
+        return "" if self.limit is None else f"limit={self.limit}"
 
 
 ACTIVATION_MAP: dict[str, Callable[..., nn.Module]] = {
@@ -148,7 +175,9 @@ def reference_silu(x: Tensor) -> Tensor:
     return (z / (1 + torch.exp(-z))).to(x.dtype)
 
 
-def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def reference_swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     """Twin of `swiglu`."""
-    z = gate.to(wide(gate.dtype))
-    return (z * torch.sigmoid(z) * up.to(z.dtype)).to(gate.dtype)
+    z, u = gate.to(wide(gate.dtype)), up.to(wide(up.dtype))
+    if limit is not None:
+        z, u = z.clamp(max=limit), u.clamp(-limit, limit)
+    return (z * torch.sigmoid(z) * u).to(gate.dtype)

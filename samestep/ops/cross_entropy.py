@@ -5,6 +5,7 @@ Shape letters: T tokens, N tokens with a label that counts, C tokens of a chunk,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from torch.autograd.function import once_differentiable
 from samestep import torch_private
 from samestep.ops.precision import linear, rounded, wide, wide_matmul
 
-# A chunk of logits takes at most this much. A GPU reads and writes the whole weight gradient once a chunk, so it
-# wants fewer of them.
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+# What a chunk of logits takes at most, with its derivative if they are capped. A GPU reads and writes the whole weight
+# gradient once a chunk, so it wants fewer of them. Free memory must not decide: the last bits of a run would go by it.
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+
+
+@dataclass(frozen=True)
+class _Terms:
+    z_loss_weight: float
+    label_smoothing: float
+    softcap: float | None
 
 
 def linear_cross_entropy(
@@ -27,18 +35,22 @@ def linear_cross_entropy(
     *,
     compute_dtype: torch.dtype,
     z_loss_weight: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    weights_T: Tensor | None = None,
     ignore_index: int = -100,
     loss_dtype: torch.dtype = torch.float32,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the tokens whose label counts, with logits = hidden @ weight.T.
+    """Sums over the tokens whose label counts, with logits = hidden @ weight.T, each token times its weight.
 
-        cross_entropy = sum(logsumexp(logits) - logits[label])
-        z_loss        = sum(logsumexp(logits) ** 2)                  (Chowdhery et al. 2022, section 5)
+        cross_entropy = sum(w * (logsumexp(logits) - (1 - s) * logits[label] - s * mean(logits)))
+        z_loss        = sum(w * logsumexp(logits) ** 2)              (Chowdhery et al. 2022, section 5)
         total         = cross_entropy + z_loss_weight * z_loss
 
-    Tokens with an ignored label never reach the head. Gradients are formed together with the loss, chunk by chunk,
-    and only where autograd will ask for them; backward multiplies them by the gradient of `total`.
+    with s = label_smoothing (Szegedy et al. 2016, section 7). Tokens with an ignored label, or with weight 0, never
+    reach the head. Gradients are formed together with the loss, chunk by chunk, and only where autograd will ask for
+    them; backward multiplies them by the gradient of `total`.
 
     Args:
         hidden_TD: any floating dtype.
@@ -46,24 +58,29 @@ def linear_cross_entropy(
         labels_T: int64; already shifted.
         compute_dtype: operands of the products are rounded to it; the logits themselves are not.
         z_loss_weight: 0 leaves the z-loss out of `total`; it is still measured.
+        label_smoothing: share of the target that is spread evenly over the vocabulary, 0 to 1.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, section 2); None leaves them as they are.
+        weights_T: of the targets, any floating dtype, constant; None = 1.
         ignore_index: the label that does not count.
         loss_dtype: dtype of logits, softmax and results; below float32 only the results are rounded to it.
-        chunk_tokens: tokens a chunk; None picks them by memory. Moves results only by rounding.
+        chunk_tokens: tokens a chunk; None takes as many as fit a fixed memory. Moves results only by rounding.
 
     Returns:
         `(total, cross_entropy, z_loss)`, scalars of `loss_dtype`; only `total` is differentiable. All are 0, with
         gradients of 0, where no label counts.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; weights that require a gradient; a smoothing or a cap out of range.
         IndexError: a label outside the vocabulary (checked on a CPU; a GPU asserts by itself).
     """
     _check(hidden_TD, weight_VD, labels_T, ignore_index)
+    _check_terms(labels_T, weights_T, label_smoothing, softcap)
     return _LinearCrossEntropy.apply(
         hidden_TD,
         weight_VD,
         labels_T,
-        float(z_loss_weight),
+        weights_T,
+        _Terms(float(z_loss_weight), float(label_smoothing), softcap),
         ignore_index,
         compute_dtype,
         loss_dtype,
@@ -89,6 +106,46 @@ def _check(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore_index:
             )
 
 
+def _check_terms(labels_T: Tensor, weights_T: Tensor | None, label_smoothing: float, softcap: float | None) -> None:
+    if weights_T is not None and (weights_T.shape != labels_T.shape or weights_T.requires_grad):
+        raise ValueError(
+            f"weights {tuple(weights_T.shape)} must be constants, one for each of the labels {tuple(labels_T.shape)}"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing {label_smoothing} is not between 0 and 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap {softcap} is not above 0")
+
+
+def _token_losses_(
+    logits_CV: Tensor, labels_C1: Tensor, weights_C1: Tensor | float, terms: _Terms, want_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and logsumexp [C, 1] of each token, unweighted. The one buffer `logits_CV` holds logits, then their
+    exponentials, and in the end, if wanted, the gradient of `total` by the logits before the cap."""
+    slope_CV = None
+    if terms.softcap is not None:
+        logits_CV.div_(terms.softcap).tanh_()
+        slope_CV = logits_CV.square().neg_().add_(1) if want_gradient else None
+        logits_CV.mul_(terms.softcap)
+    smoothing = terms.label_smoothing
+    expected_C1 = logits_CV.gather(1, labels_C1)
+    if smoothing:
+        expected_C1 = expected_C1 * (1 - smoothing) + logits_CV.mean(1, keepdim=True) * smoothing
+    largest_C1 = logits_CV.amax(1, keepdim=True)
+    exponentials_CV = logits_CV.sub_(largest_C1).exp_()
+    total_C1 = exponentials_CV.sum(1, keepdim=True)
+    logsumexp_C1 = total_C1.log().add_(largest_C1)
+    if want_gradient:
+        scale_C1 = (1 + 2 * terms.z_loss_weight * logsumexp_C1) * weights_C1
+        gradient_CV = exponentials_CV.mul_(scale_C1 / total_C1)
+        gradient_CV.scatter_(1, labels_C1, gradient_CV.gather(1, labels_C1) - (1 - smoothing) * weights_C1)
+        if smoothing:
+            gradient_CV.sub_(weights_C1 * (smoothing / logits_CV.shape[1]))
+        if slope_CV is not None:
+            gradient_CV.mul_(slope_CV)
+    return logsumexp_C1 - expected_C1, logsumexp_C1
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,7 +153,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_VD: Tensor,
         labels_T: Tensor,
-        z_loss_weight: float,
+        weights_T: Tensor | None,
+        terms: _Terms,
         ignore_index: int,
         compute: torch.dtype,
         loss_dtype: torch.dtype,
@@ -115,41 +173,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden_TD = torch.zeros(hidden_TD.shape, dtype=sum_dtype, device=device) if want_hidden else None
         dweight_VD = torch.zeros(weight_VD.shape, dtype=sum_dtype, device=device) if want_weight else None
 
-        tokens_N = (labels_T != ignore_index).nonzero().squeeze(1)
-        labels_N = labels_T[tokens_N]
-        logsumexp_N = torch.empty(tokens_N.shape, dtype=sum_dtype, device=device)
-        chosen_N = torch.empty_like(logsumexp_N)
+        counts_T = labels_T != ignore_index
+        if weights_T is not None:
+            counts_T &= weights_T != 0
+        tokens_N = counts_T.nonzero().squeeze(1)
+        labels_N1 = labels_T[tokens_N].unsqueeze(1)
+        weights_N1 = None if weights_T is None else weights_T[tokens_N].to(sum_dtype).unsqueeze(1)
+        cross_entropy_N1 = torch.empty(labels_N1.shape, dtype=sum_dtype, device=device)
+        logsumexp_N1 = torch.empty_like(cross_entropy_N1)
         if chunk_tokens is None:
             budget = _CHUNK_BYTES["cpu" if device.type == "cpu" else "cuda"]
-            chunk_tokens = max(1, budget // (vocabulary * sum_dtype.itemsize))
-        for start in range(0, tokens_N.shape[0], chunk_tokens):
+            buffers = 1 if terms.softcap is None else 2
+            chunk_tokens = max(1, budget // (buffers * vocabulary * sum_dtype.itemsize))
+        # On a CPU the logits of all chunks lie in the same memory: the system clears every page that it hands out.
+        rows = 0 if low else min(chunk_tokens, len(tokens_N))
+        room_CV = torch.empty(rows, vocabulary, dtype=sum_dtype, device=device)
+        for start in range(0, len(tokens_N), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            tokens_C, labels_C1 = tokens_N[chunk], labels_N[chunk, None]
+            tokens_C = tokens_N[chunk]
             hidden_CD = hidden_TD[tokens_C].to(compute).to(operand)
-            logits_CV = wide_matmul(hidden_CD, head_VD.t())
-            chosen_N[chunk] = logits_CV.gather(1, labels_C1).squeeze(1)
-            # From here on the one buffer holds logits, then their exponentials, then their gradients.
-            largest_C1 = logits_CV.amax(1, keepdim=True)
-            exponentials_CV = logits_CV.sub_(largest_C1).exp_()
-            total_C1 = exponentials_CV.sum(1, keepdim=True)
-            logsumexp_C1 = total_C1.log().add_(largest_C1)
-            logsumexp_N[chunk] = logsumexp_C1.squeeze(1)
-            if not (want_hidden or want_weight):
+            if low:
+                logits_CV = wide_matmul(hidden_CD, head_VD.t())
+            else:
+                logits_CV = torch.mm(hidden_CD, head_VD.t(), out=room_CV[: len(tokens_C)])
+            cross_entropy_N1[chunk], logsumexp_N1[chunk] = _token_losses_(
+                logits_CV,
+                labels_N1[chunk],
+                1.0 if weights_N1 is None else weights_N1[chunk],
+                terms,
+                want_hidden or want_weight,
+            )
+            if dhidden_TD is None and dweight_VD is None:
                 continue
-            dlogits_CV = exponentials_CV.mul_((1 + 2 * z_loss_weight * logsumexp_C1) / total_C1)
-            dlogits_CV.scatter_(1, labels_C1, dlogits_CV.gather(1, labels_C1) - 1)
-            dlogits_CV = dlogits_CV.to(operand)
+            dlogits_CV = logits_CV.to(operand)
             if dhidden_TD is not None:
                 dhidden_TD.index_copy_(0, tokens_C, wide_matmul(dlogits_CV, head_VD))
             if dweight_VD is not None:
-                if operand == sum_dtype:
-                    dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
-                else:
+                if low:
                     dweight_VD.add_(wide_matmul(dlogits_CV.t(), hidden_CD))
+                else:
+                    dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
 
-        cross_entropy = (logsumexp_N - chosen_N).sum()
-        z_loss = logsumexp_N.square().sum()
-        total = cross_entropy + z_loss_weight * z_loss
+        squares_N1 = logsumexp_N1.square()
+        if weights_N1 is not None:
+            cross_entropy_N1, squares_N1 = cross_entropy_N1 * weights_N1, squares_N1 * weights_N1
+        cross_entropy, z_loss = cross_entropy_N1.sum(), squares_N1.sum()
+        total = cross_entropy + terms.z_loss_weight * z_loss
         ctx.save_for_backward(dhidden_TD, dweight_VD)
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype)
         results = total.to(loss_dtype), cross_entropy.to(loss_dtype, copy=True), z_loss.to(loss_dtype, copy=True)
@@ -169,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
 
         dhidden_TD, dweight_VD = ctx.saved_tensors
-        return scaled(dhidden_TD, ctx.dtypes[0]), scaled(dweight_VD, ctx.dtypes[1]), *[None] * 7
+        return scaled(dhidden_TD, ctx.dtypes[0]), scaled(dweight_VD, ctx.dtypes[1]), *[None] * 8
 
 
 def reference_linear_cross_entropy(
@@ -179,14 +248,22 @@ def reference_linear_cross_entropy(
     *,
     compute_dtype: torch.dtype,
     z_loss_weight: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    weights_T: Tensor | None = None,
     ignore_index: int = -100,
     loss_dtype: torch.dtype = torch.float32,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of `linear_cross_entropy`: all logits at once, in float64. `chunk_tokens` has no meaning here."""
-    logits_TV = rounded(hidden_TD, compute_dtype) @ rounded(weight_VD, compute_dtype).T
-    cross_entropy = F.cross_entropy(logits_TV, labels_T, ignore_index=ignore_index, reduction="sum")
-    z_loss = logits_TV[labels_T != ignore_index].logsumexp(1).square().sum()
+    counted_T = labels_T != ignore_index
+    logits_NV = rounded(hidden_TD, compute_dtype)[counted_T] @ rounded(weight_VD, compute_dtype).T
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    weights_N = 1.0 if weights_T is None else weights_T[counted_T].double()
+    losses_N = F.cross_entropy(logits_NV, labels_T[counted_T], reduction="none", label_smoothing=label_smoothing)
+    cross_entropy = (losses_N * weights_N).sum()
+    z_loss = (logits_NV.logsumexp(1).square() * weights_N).sum()
     total = cross_entropy + z_loss_weight * z_loss
     return total.to(loss_dtype), cross_entropy.detach().to(loss_dtype), z_loss.detach().to(loss_dtype)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,6 +19,10 @@ class GradientSink:
     autograd has finished its gradient of one micro-batch, that is added to the buffer and freed, so that the running
     sum is never rounded to the storage dtype.
 
+    A backward pass that breaks off has added the gradients of some parameters already, and nothing can take them out
+    again. They need not be: they are those of the whole micro-batch. So the sink notes which they are (`watch`), and
+    passes over them while the micro-batch is run again in parts (`beyond`). No memory is set aside for that.
+
     Args:
         parameters: (name, parameter) pairs; frozen ones are passed over.
         dtype: float32 or wider.
@@ -27,20 +32,57 @@ class GradientSink:
         self.dtype = dtype
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._reached: set[str] = set()
+        self._complete: set[str] = set()
         for name, parameter in self.parameters.items():
-            if parameter.dtype != dtype:
-                parameter.register_post_accumulate_grad_hook(self._adder(name))
+            add = self._noter(name) if parameter.dtype == dtype else self._adder(name)
+            parameter.register_post_accumulate_grad_hook(add)
+
+    def _noter(self, name: str):
+        def note(parameter: torch.Tensor) -> None:
+            if name in self._complete:
+                parameter.grad = None
+            else:
+                self._reached.add(name)
+
+        return note
 
     def _adder(self, name: str):
         def add(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if name in self._buffers:
-                self._buffers[name].add_(parameter.grad)
-            else:
-                self._buffers[name] = parameter.grad.to(self.dtype)
+            if name not in self._complete:
+                if name in self._buffers:
+                    self._buffers[name].add_(parameter.grad)
+                else:
+                    self._buffers[name] = parameter.grad.to(self.dtype)
+                self._reached.add(name)
             parameter.grad = None
 
         return add
+
+    def watch(self) -> None:
+        """A backward pass begins: none of its gradients has been added so far."""
+        self._reached.clear()
+
+    @contextmanager
+    def beyond(self) -> Iterator[None]:
+        """The pass watched last has broken off. Passes in here add nothing to the parameters whose gradients it had
+        added."""
+        reached, before = set(self._reached), set(self._complete)
+        kept: dict[str, torch.Tensor] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != self.dtype:
+                parameter.grad = None  # one that could not be added
+            elif name in reached:
+                assert parameter.grad is not None
+                kept[name], parameter.grad = parameter.grad, None
+        self._complete |= reached
+        try:
+            yield
+        finally:
+            self._complete = before
+            for name, gradient in kept.items():
+                self.parameters[name].grad = gradient
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Name -> sum so far, in `dtype`; a parameter that took no part in the step is absent."""

@@ -232,9 +232,9 @@ class Metrics:
 
 def _extremes(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     """[least, greatest] over ranks of what each told."""
-    _, *columns = zip(*ranks, strict=True)
-    names = ("step_seconds", "data_seconds", "peak_memory_bytes")
-    return {name: [min(column), max(column)] for name, column in zip(names, columns, strict=True)}
+    columns = list(zip(*ranks, strict=True))
+    names = {"step_seconds": 1, "data_seconds": 2, "peak_memory_bytes": 3}
+    return {name: [min(columns[place]), max(columns[place])] for name, place in names.items()}
 
 
 def _finite_parts(value: Any) -> Any:

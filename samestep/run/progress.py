@@ -116,7 +116,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         return "?" if value is None else f"{amount(value)}{unit}"
 
     ranks = "1 rank" if layout.data_parallel == 1 else f"{layout.data_parallel} ranks"
-    batch = f"{plan.global_batch_size} samples = {plan.accumulation_steps} x {plan.local_batch_size} on {ranks}"
+    size = f"up to {plan.local_batch_tokens} positions" if plan.local_batch_size is None else plan.local_batch_size
+    batch = f"{plan.global_batch_size} samples = {plan.accumulation_steps} x {size} on {ranks}"
     if plan.samples_dropped:
         batch += f", {plan.samples_dropped} dropped"
     epochs = "" if plan.epochs is None else f" = {plan.epochs:.2f} epochs of {plan.steps_per_epoch} steps"

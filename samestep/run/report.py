@@ -544,9 +544,10 @@ def _plan_tables(plan: dict[str, Any]) -> str:
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in plan.get("notes") or [])
     shown = micro_batches[:20]
     if shown:
-        rows = [["?" if cell is None else html.escape(str(cell)) for cell in row.values()] for row in shown]
+        names = [name for name in shown[0] if name != "places"]
+        rows = [["?" if row.get(n) is None else html.escape(str(row[n])) for n in names] for row in shown]
         more = f"<p>... {len(micro_batches) - len(shown)} more</p>" if len(micro_batches) > len(shown) else ""
-        text += "<h2>Micro-batches of the first step</h2>" + _table(list(map(html.escape, shown[0])), rows) + more
+        text += "<h2>Micro-batches of the first step</h2>" + _table(list(map(html.escape, names)), rows) + more
     return text + notes
 
 

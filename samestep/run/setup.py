@@ -19,6 +19,7 @@ from samestep.data.rows import Rows, Sample
 from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError
 from samestep.families import parameter_shapes, resolve_model
+from samestep.model.activations import compile_layers, keep_in_cpu_memory, recompute
 from samestep.model.decoder import Decoder
 from samestep.model.init import initialize
 from samestep.model.weights import check_tensors
@@ -27,7 +28,8 @@ from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.parallel.data import GradientReduction, like, local, place, shard
 from samestep.parallel.exact import ExactReduction
 from samestep.parallel.mesh import Mesh, choose_device
-from samestep.plan import split_step, usable_samples
+from samestep.plan import split_samples, usable_samples
+from samestep.recompute import recomputed_modules
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE
 from samestep.step.objective import DecoderObjective
@@ -38,38 +40,42 @@ from samestep.step.update import Updater
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def micro_batches(config: Config, rows: Rows, samples: StepSamples, step: int, mesh: Mesh) -> list[Batch]:
+def micro_batches(
+    config: Config, rows: Rows, samples: StepSamples, step: int, mesh: Mesh, budget: int | None = None
+) -> list[Batch]:
     """The micro-batches of one step on this rank, as many as on every other; empty on all of them where
     `remainder: drop` leaves nothing.
 
     Args:
         step: number of the step, which keys its dropout.
+        budget: positions of a micro-batch where they limit it (`Plan.local_batch_tokens`).
     """
     training, ranks = config.training, mesh.layout.data_parallel
-    usable = usable_samples(len(samples.rows), ranks * training.local_batch_size, training.remainder)
-    table = split_step(usable, ranks, 1 if training.exact else training.local_batch_size)
+    usable = usable_samples(len(samples.rows), ranks * training.least_samples, training.remainder)
+    lengths = rows.lengths()[samples.rows[:usable]].tolist()
+    table = split_samples(training, lengths, ranks, budget)
     key = random_key(training.seed, step)
-    ranges = table[mesh.data_rank]
-    batches = collate_ranges(ranges, lambda i: rows[int(samples.rows[i])], samples.places, training.micro_batch, key)
+    own = table[mesh.data_rank]
+    batches = collate_groups(own, lambda i: rows[int(samples.rows[i])], samples.places, training.micro_batch, key)
     return fill_up(batches, max(map(len, table)), key)
 
 
-def collate_ranges(
-    ranges: Sequence[tuple[int, int]],
+def collate_groups(
+    groups: Sequence[Sequence[int]],
     sample: Callable[[int], Sample],
     places: np.ndarray,
     layout: str,
     dropout_key: int,
 ) -> list[Batch]:
-    """Micro-batches of the samples `start` to `stop` of a global batch.
+    """Micro-batches of samples of a global batch.
 
     Args:
+        groups: the samples of each micro-batch, as places in the global batch.
         sample: place in the global batch -> the sample.
         places: in the endless order, of the global batch.
     """
     return [
-        collate([sample(i) for i in range(start, stop)], places[start:stop].tolist(), layout, dropout_key)
-        for start, stop in ranges
+        collate([sample(i) for i in group], [int(places[i]) for i in group], layout, dropout_key) for group in groups
     ]
 
 
@@ -90,6 +96,11 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precisio
         shard(model, mesh, config.parallelism, precision)
         model.to_empty(device="cpu" if config.parallelism.cpu_offload else mesh.device)
         model.reset_buffers(mesh.device)
+    if config.compile:
+        compile_layers(model)
+    recompute(model, recomputed_modules(config.recompute, spec.num_layers))
+    if config.swap.enable and mesh.device.type != "cpu":
+        keep_in_cpu_memory(model)
     initialize(
         model,
         config.training.seed,

@@ -23,8 +23,9 @@ from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.errors import CheckpointError, ConfigError, DataError, TrainingError
 from samestep.parallel.mesh import Mesh, choose_device, join
-from samestep.plan import Progress, in_steps, make_plan, resolve_layout, usable_samples
+from samestep.plan import Progress, evaluation_rows, in_steps, make_plan, resolve_layout, usable_samples
 from samestep.run import checkpoint
+from samestep.run.allocator import keep_freed_memory
 from samestep.run.evaluate import evaluate
 from samestep.run.loggers import check_packages, make_loggers
 from samestep.run.metrics import Metrics, check_cut, cut_back
@@ -55,6 +56,7 @@ from samestep.run.setup import (
     stored_weights,
 )
 from samestep.step.step import StepReport
+from samestep.torch_private import compile_seconds
 
 _SAME_SIGNAL_SECONDS = 1.0
 
@@ -148,6 +150,7 @@ class Trainer:
         self._signalled_at = 0.0
         self._is_listened_to = False
         self.stop_agreed = False
+        self._compiled_seconds = compile_seconds() if config.compile else 0.0
         self.world = join()
         self.mesh = Mesh(resolve_layout(config.parallelism, self.world.size), self.world, choose_device())
         self.device = self.mesh.device
@@ -178,6 +181,8 @@ class Trainer:
         if loaded and config.training.exact and self.device.type == "cpu":
             torch.set_num_threads(loaded.state["threads"])  # some kernels sum in an order that depends on it
         self.order = make_order(config, self.data)
+        on_cpu = self.device.type == "cpu"
+        self.keeps_memory = config.cpu.keep_freed_memory and on_cpu and keep_freed_memory()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
         self.step = build_step(in_steps(config, self.plan.steps), self.model, self.mesh, self.plan.reduce)
         self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
@@ -349,7 +354,8 @@ class Trainer:
 
         def tell() -> tuple[float, ...]:
             seconds = time.perf_counter() - start
-            return float(self.stop_signal is not None), seconds, fetched - fetching, self.metrics.memory.bytes()
+            measured = seconds, fetched - fetching, self.metrics.memory.bytes()
+            return float(self.stop_signal is not None), *measured, *self.step.recovery.told
 
         self.monitor.begin(batches)
         hooked = bool(self.listeners) or self.monitor.active
@@ -366,24 +372,45 @@ class Trainer:
         self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
         extra = self.monitor.read()
         self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start, extra)
+        self._record_halving(report)
         if report.skipped:
             self._record_skip(report)
         self.display.step(self.state.step, report)
+        if self.config.compile:
+            self._record_compiling()
         self._tell("on_step_end", report)
+
+    def _record_compiling(self) -> None:
+        total = compile_seconds()
+        seconds, self._compiled_seconds = total - self._compiled_seconds, total
+        if seconds > 0:
+            self.metrics.event("compiled", self.state.step, seconds=round(seconds, 3))
+            self.display.say(f"step {self.state.step}: compiling took {seconds:.1f} s of it")
 
     def _next_batches(self) -> list[Batch]:
         """Micro-batches of the next global batch; moves the cursor. Batches of which nothing may be used are passed."""
         while True:
             samples = self.order.next(self.state.consumed_samples)
             self.state.consumed_samples = samples.consumed
-            batches = micro_batches(self.config, self.data.train, samples, self.state.step + 1, self.mesh)
+            number, budget = self.state.step + 1, self.plan.local_batch_tokens
+            batches = micro_batches(self.config, self.data.train, samples, number, self.mesh, budget)
             training, found = self.config.training, len(samples.rows)
-            unit = self.plan.layout.data_parallel * training.local_batch_size
+            unit = self.plan.layout.data_parallel * training.least_samples
             dropped = found - usable_samples(found, unit, training.remainder)
             if dropped:
-                self.metrics.event("dropped_samples", self.state.step + 1, samples=dropped)
+                self.metrics.event("dropped_samples", number, samples=dropped)
             if batches:
                 return batches
+
+    def _record_halving(self, report: StepReport) -> None:
+        for rank, (*_, before, after) in enumerate(report.ranks):
+            if before:
+                sizes = {"before": int(before), "after": int(after)}
+                self.metrics.event("out_of_memory", self.state.step, rank=rank, **sizes)
+                self.display.say(
+                    f"step {self.state.step}: rank {rank} ran out of memory in a micro-batch of {sizes['before']} "
+                    f"positions; it was halved, as are all of more than {sizes['after']} from now on"
+                )
 
     def _record_skip(self, report: StepReport) -> None:
         self.metrics.event(
@@ -411,7 +438,7 @@ class Trainer:
         if self.data.evaluation is None:
             return False
         start = time.perf_counter()
-        size = self.config.evaluation.local_batch_size or self.config.training.local_batch_size
+        size = evaluation_rows(self.config, self.plan.local_batch_tokens)
         loss, targets = evaluate(
             self.model, self.step.objective, self.data.evaluation, size, self.mesh, exact=self.config.training.exact
         )
@@ -490,6 +517,10 @@ class Trainer:
 
     def _introduce(self) -> None:
         self.display.say(f"samestep: {self.folder}  on {describe_machine(self.device)}")
+        if self.keeps_memory:
+            self.display.say("freed memory is kept (cpu.keep_freed_memory)")
+        elif self.config.cpu.keep_freed_memory:
+            self.warn("cpu.keep_freed_memory has no effect here: it is a setting of glibc, for training on a CPU")
         show_plan(self.plan, self.display.console)
         if self.state.step >= self.plan.steps:
             self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.plan.steps}")

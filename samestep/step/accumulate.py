@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep.data.batch import Batch
 from samestep.step.objective import Objective
+from samestep.step.recovery import Pass, Recovery
 
 BeforeHook = Callable[[int, int], None]
 MicroBatchHook = Callable[[int, dict[str, torch.Tensor]], None]
@@ -23,6 +24,7 @@ def accumulate(
     device: torch.device,
     dtype: torch.dtype,
     before: BeforeHook,
+    recovery: Recovery,
     on_micro_batch: MicroBatchHook | None = None,
 ) -> torch.Tensor:
     """Run every micro-batch forward and, at once, backward, so that memory does not grow with their number.
@@ -30,7 +32,8 @@ def accumulate(
     Args:
         denominators: (micro-batch, term) -> what the term's sum is divided by, a scalar on the device.
         dtype: of the losses, float32 or wider.
-        before: called before each forward with its index and how many there are.
+        before: called before each micro-batch with its index and how many there are.
+        recovery: runs a micro-batch, in parts where it does not fit into memory; it stays one for all others.
         on_micro_batch: called after each backward with its index and detached sums.
 
     Returns:
@@ -39,11 +42,17 @@ def accumulate(
     rows = []
     for index, batch in enumerate(batches):
         before(index, len(batches))
-        sums = objective.sums(model, batch.to(device))
-        parts = {term: sums[term].to(dtype) / denominators(index, term) for term in objective.weights}
-        trained = [weight * parts[term] for term, weight in objective.weights.items() if weight]
-        torch.stack(trained).sum().backward()
-        rows.append(torch.stack([parts[term].detach().double() for term in objective.weights]))
+
+        def attempt(part: Batch, index: int = index) -> Pass:
+            sums = objective.sums(model, part.to(device))
+            parts = {term: sums[term].to(dtype) / denominators(index, term) for term in objective.weights}
+            trained = [weight * parts[term] for term, weight in objective.weights.items() if weight]
+            torch.stack(trained).sum().backward()
+            losses = torch.stack([parts[term].detach().double() for term in objective.weights])
+            return {term: value.detach() for term, value in sums.items()}, losses
+
+        sums, losses = recovery.run(batch, attempt)
+        rows.append(losses)
         if on_micro_batch is not None:
-            on_micro_batch(index, {term: value.detach() for term, value in sums.items()})
+            on_micro_batch(index, sums)
     return torch.stack(rows)

@@ -17,6 +17,7 @@ from samestep.parallel.mesh import Mesh
 from samestep.step.accumulate import MicroBatchHook, accumulate
 from samestep.step.clip import clip_coefficient, squares
 from samestep.step.objective import Objective
+from samestep.step.recovery import Recovery
 from samestep.step.update import Updater
 
 GradientsHook = Callable[[Mapping[str, torch.Tensor]], None]
@@ -96,6 +97,7 @@ class TrainStep:
         self.model, self.objective, self.updater = model, objective, updater
         self.sink, self.reduction, self.mesh = sink, reduction, mesh
         self.max_norm, self.loss_dtype, self.micro_batch_mean = max_norm, loss_dtype, micro_batch_mean
+        self.recovery = Recovery(sink if isinstance(sink, GradientSink) and mesh.weights is None else None)
 
     def __call__(
         self,
@@ -110,6 +112,7 @@ class TrainStep:
             on_gradients: shown the gradients of the whole step, by name, before they are clipped.
             tell: asked at the end for numbers of this rank, as many on each, which every rank gets to know.
         """
+        self.recovery.failed = 0
         counts, totals = self.count(batches)
         losses = self.backward(batches, counts, totals, on_micro_batch)
         gradients = self.sink.gradients()
@@ -162,6 +165,7 @@ class TrainStep:
                 device=self.mesh.device,
                 dtype=self.loss_dtype,
                 before=self.reduction.before,
+                recovery=self.recovery,
                 on_micro_batch=on_micro_batch,
             )
             if self.reduction.finish(self.sink):

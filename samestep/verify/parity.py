@@ -34,7 +34,8 @@ from samestep.ops import Precision, random_key
 from samestep.parallel.data import local, whole
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import Layout, check_sharding, in_steps, make_plan, resolve_layout, split_evenly
-from samestep.run.setup import build_model, build_step, collate_ranges, fill_up
+from samestep.run.setup import build_model, build_step, collate_groups, fill_up
+from samestep.split import split_by_budget
 from samestep.step.update import Updater, decays
 
 CASES = ("even", "skewed", "one_rank_empty", "all_empty")
@@ -44,10 +45,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class VerifyLayout:
-    """One way to split a global batch: over ranks, and on each of them over micro-batches."""
+    """One way to split a global batch: over ranks, and on each of them over micro-batches, by their number
+    (`accumulation`) or by a budget of positions (`tokens`)."""
 
     name: str
     accumulation: int = 1
+    tokens: int | None = None
     micro_batch: str = "padded"
     replicate: int = 1
     shard: int = 1
@@ -134,6 +137,12 @@ def parse_layouts(text: str) -> list[VerifyLayout]:
         layout = VerifyLayout(name)
         for axis in name.split("+"):
             layout = replace(layout, **_axis(axis))
+        if layout.tokens is not None and layout.accumulation > 1:
+            raise ConfigError(
+                f"{name}: a budget of positions decides how many micro-batches there are",
+                field="--layouts",
+                fix="write ga=K or tokens=N",
+            )
         layouts.append(layout)
     if not layouts:
         raise ConfigError("names no layout", field="--layouts", fix="write for example: ga=4 packed")
@@ -146,13 +155,14 @@ def _axis(text: str) -> dict[str, Any]:
         return {"micro_batch": text}
     key, _, value = text.partition("=")
     numbers = [int(part) for part in value.split("x") if part.isdecimal() and int(part) > 0]
-    fields = {"ga": ("accumulation",), "dp": ("replicate",), "fsdp": ("shard",), "hsdp": ("replicate", "shard")}
+    fields: dict[str, tuple[str, ...]] = {"ga": ("accumulation",), "tokens": ("tokens",), "dp": ("replicate",)}
+    fields |= {"fsdp": ("shard",), "hsdp": ("replicate", "shard")}
     if key in fields and len(numbers) == len(value.split("x")) == len(fields[key]):
         return dict(zip(fields[key], numbers, strict=True))
     raise ConfigError(
         f"{text!r} is no axis of a layout",
         field="--layouts",
-        fix="write layouts parted by spaces, each of ga=K, packed, dp=N, fsdp=N and hsdp=RxS joined by +: "
+        fix="write layouts parted by spaces, each of ga=K, tokens=N, packed, dp=N, fsdp=N and hsdp=RxS joined by +: "
         "ga=4 packed+ga=2 fsdp=2+ga=3",
     )
 
@@ -390,14 +400,11 @@ def _batches(
 ) -> list[Batch]:
     """The micro-batches of this rank; the case has taken targets away from some samples."""
     count = len(samples.rows)
-    table = []
-    for start, stop in split_evenly(count, layout.ranks):
-        parts = split_evenly(stop - start, min(layout.accumulation, stop - start)) if stop > start else []
-        table.append([(start + first, start + last) for first, last in parts])
+    table = _groups(rows.lengths()[samples.rows].tolist(), layout)
     if config.training.exact:  # passes of one sample, whatever the layout asks for
-        table = [[(i, i + 1) for start, stop in ranges for i in range(start, stop)] for ranges in table]
+        table = [[range(i, i + 1) for group in groups for i in group] for groups in table]
     key = random_key(config.training.seed, step)
-    batches = collate_ranges(
+    batches = collate_groups(
         table[mesh.data_rank],
         lambda i: _masked(rows[int(samples.rows[i])], i, count, case),
         samples.places,
@@ -405,6 +412,18 @@ def _batches(
         key,
     )
     return fill_up(batches, max(map(len, table)), key)
+
+
+def _groups(lengths: Sequence[int], layout: VerifyLayout) -> list[list[Sequence[int]]]:
+    """The micro-batches of every rank, as places in the global batch."""
+    if layout.tokens is not None:
+        packed = layout.micro_batch == "packed"
+        return [list(rank) for rank in split_by_budget(lengths, layout.ranks, layout.tokens, packed=packed)]
+    table: list[list[Sequence[int]]] = []
+    for start, stop in split_evenly(len(lengths), layout.ranks):
+        parts = split_evenly(stop - start, min(layout.accumulation, stop - start)) if stop > start else []
+        table.append([range(start + first, start + last) for first, last in parts])
+    return table
 
 
 def _masked(sample: Sample, index: int, count: int, case: str) -> Sample:

@@ -1,0 +1,99 @@
+"""A micro-batch that runs out of memory is run again as two halves, inside the same step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from samestep.data.batch import Batch, halves
+from samestep.errors import TrainingError
+from samestep.ops.gradient_sink import GradientSink
+
+Pass = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""What a forward and backward pass came to: summed losses by term, and the losses [terms]; without gradient."""
+
+_ALLOCATORS = ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of messages of a plain RuntimeError that mean no memory: CPU, CPU on Windows, workspace of cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller micro-batch may help against an error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATORS)
+
+
+class Recovery:
+    """Runs micro-batches, and what does not fit into memory in halves. No rank needs to hear of it: the passes of a
+    rank that holds all weights contain nothing collective.
+
+    Args:
+        sink: where the gradients of a pass add up; None where a pass cannot be run again, since other ranks take part
+            in it.
+
+    Attributes:
+        limit: positions of the largest micro-batch that is tried; None while all have fitted.
+        failed: positions of the largest micro-batch of this step that did not fit; 0 if all did.
+    """
+
+    def __init__(self, sink: GradientSink | None):
+        self._sink = sink
+        self.limit: int | None = None
+        self.failed = 0
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """What the other ranks get to know of a step: `failed`, and `limit` or 0."""
+        return self.failed, self.limit or 0
+
+    def run(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
+        """The result of `attempt(batch)`, or the sum of those of its parts.
+
+        Raises:
+            TrainingError: a single sample does not fit, or other ranks are in the middle of the pass as well.
+        """
+        if self._sink is not None:
+            if batch.samples > 1 and self.limit is not None and batch.positions > self.limit:
+                return self._apart(batch, attempt)
+            self._sink.watch()
+        try:
+            return attempt(batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # Not before the error is gone: it holds the frames of the pass, and they its tensors.
+        _free()
+        if batch.samples < 2 or self._sink is None:
+            raise _does_not_fit(batch, reason)
+        self.failed = max(self.failed, batch.positions)
+        self.limit = max(half.positions for half in halves(batch))
+        with self._sink.beyond():
+            return self._apart(batch, attempt)
+
+    def _apart(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
+        (sums, losses), (more, others) = (self.run(half, attempt) for half in halves(batch))
+        return {term: value + more[term] for term, value in sums.items()}, losses + others
+
+
+def _does_not_fit(batch: Batch, reason: str) -> TrainingError:
+    samples = f"{batch.samples} sample{'s' * (batch.samples != 1)}"
+    what = f"out of memory in a micro-batch of {samples} and {batch.positions} positions ({reason})"
+    if batch.samples < 2:
+        return TrainingError(
+            f"{what}: it cannot be halved\n  fix: lower model.seq_length, or write recompute.mode: full, "
+            "model.compute_dtype: bfloat16, or on several ranks parallelism.data_parallel_shard: -1"
+        )
+    return TrainingError(
+        f"{what}: with sharded weights the other ranks are in the middle of it as well, so it cannot be halved\n  fix: "
+        "lower training.local_batch_size or local_batch_tokens, which changes no step, and go on with --resume auto"
+    )
+
+
+def _free() -> None:
+    """Give back what a pass that broke off had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
