@@ -186,13 +186,13 @@ def test_curves_are_those_of_one_process(tiny, shard):
     settings = ["training.steps=50", "training.global_batch_size=14", "checkpoint.enable_save=false"]
     settings += ["evaluation.interval_steps=25", "lr_scheduler.learning_rate=3e-3"]
     curves = {}
-    counts = (1, 4) if shard == 1 else (1, 2, 4)
+    counts = (1, 2) if shard == 1 else (1, 4)
     for ranks in counts:
         config = tiny(*settings, f"parallelism.data_parallel_shard={shard}", f"output_dir={tiny().output_dir}-{ranks}")
         assert run(config, ranks) == [(50, 50, False)] * ranks
         names = ("loss", "grad_norm", "lr", "eval_loss", "targets", "samples", "consumed_samples")
         curves[ranks] = {name: rows_of(config, name) for name in names}
-    assert min(curves[1]["samples"]) < 4
+    assert min(curves[1]["samples"]) < 4, "the last batch of an epoch leaves ranks without a sample"
     for ranks in counts[1:]:
         for name, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("eval_loss", 1e-5), ("lr", 0)):
             assert relative(curves[ranks][name], curves[1][name]) <= bound, (ranks, name)
