@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -298,10 +299,13 @@ def test_compiling_needs_a_compiler(monkeypatch):
         build(config_of(compile=True))
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
 SHAPES = [((7, 5), "padded"), ((9, 4, 3), "padded"), ((11, 6), "padded"), ((8, 5), "packed"), ((3, 9), "packed"),
           ((13,), "padded")]  # fmt: skip
 
 
+@needs_compiler
 def test_one_compilation_serves_all_shapes(monkeypatch):
     """Norm, projections and feed-forward: once for many rows, once for one row (packed), whatever layer and length."""
     torch._dynamo.reset()
@@ -311,6 +315,7 @@ def test_one_compilation_serves_all_shapes(monkeypatch):
     assert counter.frame_count == 3 * 2
 
 
+@needs_compiler
 def test_compiled_layers_agree_with_eager_ones():
     torch._dynamo.reset()
     batches = [batch_of(7, 5), batch_of(9, 4, 3)]
@@ -321,6 +326,7 @@ def test_compiled_layers_agree_with_eager_ones():
         assert (found[name] - truth).norm() <= 1e-5 * truth.norm(), name
 
 
+@needs_compiler
 def test_a_run_says_how_long_it_compiled(tiny, monkeypatch, capsys):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
