@@ -46,7 +46,8 @@ def main() -> None:
     except SamestepError as error:
         if debug:
             raise
-        _end(f"{ ({1: 'failed', 2: 'error'}[error.exit_code]) }: {error}", error.exit_code)
+        kind = {1: "failed", 2: "error"}[error.exit_code]
+        _end(f"{kind}: {error}", error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -26,17 +26,21 @@ class GradientSink:
     Args:
         parameters: (name, parameter) pairs; frozen ones are passed over.
         dtype: float32 or wider.
+        can_resume: whether a pass that breaks off will be run again in parts. Noting gradients takes a hook on each
+            parameter, and makes FSDP wait for copies of offloaded ones.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype):
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, *, can_resume: bool = True):
         self.dtype = dtype
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._buffers: dict[str, torch.Tensor] = {}
         self._reached: set[str] = set()
         self._complete: set[str] = set()
         for name, parameter in self.parameters.items():
-            add = self._noter(name) if parameter.dtype == dtype else self._adder(name)
-            parameter.register_post_accumulate_grad_hook(add)
+            if parameter.dtype != dtype:
+                parameter.register_post_accumulate_grad_hook(self._adder(name))
+            elif can_resume:
+                parameter.register_post_accumulate_grad_hook(self._noter(name))
 
     def _noter(self, name: str):
         def note(parameter: torch.Tensor) -> None:

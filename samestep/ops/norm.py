@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _RMSNormFunction(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-class _Norm(nn.Module):
+class _Norm(nn.Module, ABC):
     """What the four classes share.
 
     Args:
@@ -79,8 +80,8 @@ class _Norm(nn.Module):
             raise ValueError(f"{type(self).__name__} of {self.dim} features got an input with {x.shape[-1]}")
         return self._normalize(x)
 
-    def _normalize(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _normalize(self, x: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, compute_dtype={self.compute_dtype}"

@@ -49,6 +49,11 @@ def parse_dtype(name: str, field: str | None = None) -> torch.dtype:
     return _DTYPES[name]
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """bfloat16 or float16: weights stored in it need float32 masters."""
+    return dtype in _LOW
+
+
 def wide(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype that sums are formed in: float32, or float64 where one of `dtypes` is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
@@ -118,7 +123,7 @@ def has_native_matmul(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 def wide_matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """`a @ b`, both of one dtype, with the product kept in `wide(dtype)`: no rounding to bfloat16 or float16."""
-    if a_MK.dtype in _LOW and a_MK.device.type == "cuda":
+    if is_narrow(a_MK.dtype) and a_MK.device.type == "cuda":
         return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
     dtype = wide(a_MK.dtype)
     return a_MK.to(dtype) @ b_KN.to(dtype)
@@ -204,7 +209,7 @@ def linear(
         narrower than the parameter's.
     """
     out_dtype = compute_dtype if out_dtype is None else out_dtype
-    if compute_dtype in _LOW:
+    if is_narrow(compute_dtype):
         return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype)
     bias = None if bias_O is None else bias_O.to(compute_dtype)
     return F.linear(x.to(compute_dtype), weight_OI.to(compute_dtype), bias).to(out_dtype)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,6 +27,7 @@ from samestep.config.schema import ParallelismConfig
 from samestep.model.decoder import Decoder
 from samestep.ops import Precision
 from samestep.ops.gradient_sink import ExactSink, GradientSink
+from samestep.ops.precision import is_narrow
 from samestep.parallel.mesh import Mesh
 
 _BUCKET_BYTES = 32 << 20
@@ -79,11 +81,6 @@ def place(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.copy_(whole)
 
 
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether weights stored in this dtype need float32 masters."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
 def free(model: nn.Module) -> None:
     """Give back weights that are still gathered after a forward pass without a backward one."""
     for unit in model.modules():
@@ -105,13 +102,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(part: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is laid out as `model` is."""
+def like(part: torch.Tensor, model: torch.Tensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """This rank's part of a tensor that is laid out as `model` is, over the same ranks.
+
+    Args:
+        device_mesh: of the part, where it is in other memory than the model.
+    """
     if not isinstance(model, DTensor):
         return part
-    return DTensor.from_local(
-        part, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
+    mesh = device_mesh or model.device_mesh
+    return DTensor.from_local(part, mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride())
 
 
 def owned(gradient: torch.Tensor, turn: int, mesh: Mesh) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from samestep.plan import Layout
 
 T = TypeVar("T")
 
+_START_SECONDS = 300
 REPLICATE, SHARD = "replicate", "shard"
 """Names of the data-parallel axes: ranks that hold the same weights, and ranks that each hold a part of them."""
 
@@ -137,8 +138,6 @@ def _name_of_start(store: dist.Store, world: World) -> str:
         time.sleep(0.05)
     raise TrainingError(f"rank {world.rank}: the other ranks did not start within {_START_SECONDS} s")
 
-
-_START_SECONDS = 300
 
 _board: dist.Store | None = None
 """Where a rank that fails leaves word for the others."""

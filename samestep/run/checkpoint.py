@@ -28,9 +28,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from samestep.errors import CheckpointError
+from samestep.parallel.data import like, local
 from samestep.parallel.mesh import Mesh, World
 
 MARKER = "complete.json"
@@ -309,17 +309,8 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
 
 def _copies(tensors: Tensors, mesh: Mesh) -> dict[str, torch.Tensor]:
     """In CPU memory; what is distributed stays so, over the same ranks."""
-    return {name: _copy(tensor.detach(), mesh) for name, tensor in tensors.items()}
-
-
-def _copy(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True)
-    assert mesh.storage is not None
-    part = tensor.to_local().to("cpu", copy=True)
-    return DTensor.from_local(
-        part, mesh.storage, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: like(local(t).to("cpu", copy=True), t, mesh.storage) for name, t in found.items()}
 
 
 def abandon_after(root: Path, step: int) -> list[Path]:

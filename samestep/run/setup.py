@@ -128,7 +128,7 @@ def build_step(
         reduction = ExactReduction(mesh, training.global_batch_size)
         sink = ExactSink(parameters, mesh.device)
     else:
-        sink = GradientSink(parameters, model.precision.gradient)
+        sink = GradientSink(parameters, model.precision.gradient, can_resume=mesh.weights is None)
         reduction = GradientReduction(model, mesh, reduce, model.precision.reduce)
     return TrainStep(
         model,

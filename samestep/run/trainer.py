@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,6 +59,7 @@ from samestep.step.step import StepReport
 from samestep.torch_private import compile_seconds
 
 _SAME_SIGNAL_SECONDS = 1.0
+"""A signal that comes again within this time is the same one, from the terminal and from the launcher."""
 
 
 @dataclass
@@ -154,7 +155,7 @@ class Trainer:
         self.world = join()
         self.mesh = Mesh(resolve_layout(config.parallelism, self.world.size), self.world, choose_device())
         self.device = self.mesh.device
-        self._check_agreement("configuration", _meaning(config))
+        self._check_agreement("configuration", lambda: _meaning(config))
         check_packages(config.monitor)
         root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
         self.last_checkpoint, passed_over = self.mesh.from_first(
@@ -229,17 +230,20 @@ class Trainer:
 
     def _check_data(self, loaded: checkpoint.Checkpoint | None) -> None:
         """Every rank has the same rows, and the run so far the same training rows."""
-        self._check_agreement("training data", self.data.train.fingerprint)
-        self._check_agreement("validation data", self.data.evaluation.fingerprint if self.data.evaluation else None)
+        self._check_agreement("training data", lambda: self.data.train.fingerprint)
+        held_out = self.data.evaluation
+        self._check_agreement("validation data", lambda: held_out.fingerprint if held_out else None)
         if loaded and loaded.state["data_fingerprint"] != self.data.train.fingerprint:
             raise CheckpointError(
                 f"{loaded.path}: the training data differs from what this run began with, so its place in the "
                 "data means other samples\n  fix: restore the data and its settings, or begin a new run elsewhere"
             )
 
-    def _check_agreement(self, what: str, mark: str | None) -> None:
-        """Every rank has the same of something, by its mark."""
-        marks = self.mesh.gather(mark)
+    def _check_agreement(self, what: str, mark: Callable[[], str | None]) -> None:
+        """Every rank has the same of something, by its mark, which one process need not make."""
+        if self.world.size == 1:
+            return
+        marks = self.mesh.gather(mark())
         odd = next((rank for rank, other in enumerate(marks) if other != marks[0]), None)
         if odd is not None:
             raise DataError(

@@ -11,13 +11,13 @@ from torch import nn
 
 from samestep.config.schema import OptimizerConfig
 from samestep.errors import CheckpointError
-from samestep.parallel.data import is_distributed, is_narrow, like, local
+from samestep.ops.precision import is_narrow
+from samestep.parallel.data import is_distributed, like, local
 from samestep.step.optimizers import Lion, Muon
 from samestep.step.schedule import Schedule
 from samestep.torch_private import scale_
 
 _MASTER, _NUMBER = "master", "number"
-_OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Floors of a root mean squared gradient and of a parameter's size (Shazeer and Stern 2018: 1e-30 of the square)."""
 
@@ -103,8 +103,8 @@ _MAKERS = {"AdamW": _adamw, "SGD": _sgd, "Adafactor": _adafactor, "Lion": _lion,
 class Updater:
     """An optimizer over named parameters, with the clip coefficient folded in.
 
-    Of a sharded parameter it updates the part that this rank holds, in place; Muon and Adafactor, whose update of an
-    element depends on the whole matrix, work on the distributed tensor itself.
+    Of a sharded parameter it updates the part that this rank holds, in place; Muon, whose update of an
+    element depends on the whole matrix, works on the distributed tensor itself.
 
     A parameter stored in bfloat16 or float16 has a float32 master copy: the optimizer updates the master, which is then
     written back. `updates` counts the updates really made and drives schedule and bias correction.
@@ -147,7 +147,7 @@ class Updater:
         return self.masters[name] if name in self.masters else self._held[name]
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.config.type in _OF_WHOLE_MATRICES else local(tensor)
+        return tensor if self.config.type == "Muon" else local(tensor)
 
     @property
     def learning_rate(self) -> float:
