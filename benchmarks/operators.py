@@ -80,7 +80,7 @@ def resident(name: str) -> int:
 def norms() -> None:
     x = torch.randn(4096, 1024, requires_grad=True)
     fused, plain = ops.FusedRMSNorm(1024), ops.RMSNorm(1024)
-    compiled = torch.compile(plain)
+    compiled, compiled_own = torch.compile(plain), torch.compile(fused)
     compare(
         "RMSNorm 4096 x 1024",
         [x, fused.weight, plain.weight],
@@ -89,30 +89,46 @@ def norms() -> None:
             "F.rms_norm": lambda: F.rms_norm(x, (1024,), fused.weight, 1e-5),
             "twin": lambda: plain(x),
             "twin, compiled": lambda: compiled(x),
+            "samestep, compiled": lambda: compiled_own(x),
         },
     )
     fused_layer, plain_layer = ops.FusedLayerNorm(1024), ops.LayerNorm(1024)
+    compiled_layer = torch.compile(plain_layer)
     compare(
         "LayerNorm 4096 x 1024",
         [x, *fused_layer.parameters(), *plain_layer.parameters()],
-        {"samestep (F.layer_norm)": lambda: fused_layer(x), "twin": lambda: plain_layer(x)},
+        {
+            "samestep (F.layer_norm)": lambda: fused_layer(x),
+            "twin": lambda: plain_layer(x),
+            "twin, compiled": lambda: compiled_layer(x),
+        },
     )
 
 
 def activations() -> None:
     gate, up = (torch.randn(4096, 1408, requires_grad=True) for _ in range(2))
     gelu, silu = ops.GELU("tanh"), ops.SiLU()
+    compiled_gelu, compiled_silu = torch.compile(gelu), torch.compile(silu)
     compare(
         "GELU, tanh, 4096 x 1408",
         [gate],
-        {"samestep (F.gelu)": lambda: gelu(gate), "twin": lambda: ops.reference_gelu(gate, "tanh")},
+        {
+            "samestep (F.gelu)": lambda: gelu(gate),
+            "twin": lambda: ops.reference_gelu(gate, "tanh"),
+            "F.gelu, compiled": lambda: compiled_gelu(gate),
+        },
     )
     compare(
         "SiLU 4096 x 1408",
         [gate],
-        {"samestep (F.silu)": lambda: silu(gate), "twin": lambda: ops.reference_silu(gate)},
+        {
+            "samestep (F.silu)": lambda: silu(gate),
+            "twin": lambda: ops.reference_silu(gate),
+            "F.silu, compiled": lambda: compiled_silu(gate),
+        },
     )
-    compiled = torch.compile(ops.reference_swiglu)
+    compiled = torch.compile(lambda gate, up: F.silu(gate) * up)
+    compiled_own = torch.compile(ops.swiglu)
     compare(
         "SwiGLU 4096 x 1408",
         [gate, up],
@@ -120,7 +136,8 @@ def activations() -> None:
             "samestep": lambda: ops.swiglu(gate, up),
             "F.silu(gate) * up": lambda: F.silu(gate) * up,
             "twin": lambda: ops.reference_swiglu(gate, up),
-            "twin, compiled": lambda: compiled(gate, up),
+            "F.silu * up, compiled": lambda: compiled(gate, up),
+            "samestep, compiled": lambda: compiled_own(gate, up),
         },
     )
     compare(
@@ -207,9 +224,14 @@ def large_head() -> None:
     hidden = torch.randn(4096, 512, requires_grad=True)
     weight = torch.randn(128_000, 512).mul_(0.02).requires_grad_()
     labels = torch.randint(0, 128_000, (4096,))
+
+    def full_logits() -> Tensor:
+        return F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+
     candidates: Candidates = {
         "samestep": lambda: fused_head(hidden, weight, labels),
-        "full logits": lambda: F.cross_entropy(hidden @ weight.T, labels, reduction="sum"),
+        "full logits": full_logits,
+        "full logits, compiled": torch.compile(full_logits),
     }
     if hasattr(F, "linear_cross_entropy"):  # PyTorch 2.13
         options = torch.nn.LinearCrossEntropyOptions()

@@ -165,11 +165,16 @@ def verify(
     config: ConfigPath,
     overrides: Overrides = None,
     layouts: Annotated[
-        str | None, typer.Option(help='Such as "ga=4 packed dp=2 fsdp=2+ga=3 hsdp=2x2"; ranks are started here.')
+        str | None, typer.Option(help='Such as "config ga=4 packed+oom=1 dp=2 fsdp=2+ga=3"; ranks are started here.')
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="All of: ranks x micro-batches x packing x clipping.")] = False,
     cases: Annotated[str | None, typer.Option(help="Some of: even skewed one_rank_empty all_empty.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="config|float32|float64", help="Replace every dtype.")] = "config",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="config|float32|float64|bfloat16|float16", help="Replace every dtype; a narrow one, compute_dtype."
+        ),
+    ] = "config",
     steps: Annotated[int, typer.Option(min=1, help="Global batches to compare.")] = 1,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
     debug: Debug = False,

@@ -11,15 +11,18 @@ from typing import Literal
 
 from samestep.config.schema import Config
 from samestep.families import ModelSpec, parameter_count, parameter_shapes
-from samestep.recompute import WHOLE, recomputed_modules
+from samestep.pass_memory import BYTES, MASTERED, Activations, Head, activations, embedding_dtype, loss_head
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MASTERED = {"bfloat16", "float16"}
 _FREED = {"default": (True, False), "always": (True, True), "never": (False, False)}
 """`reshard_after_forward_policy` -> whether gathered weights of the layers, and of the rest, are freed after use."""
-_LOGITS_BYTES = 2**26
 _FIXED, _EXACT = 8, 4
 """Bytes of a fixed-point sum, and of the float32 gradient made of it (`training.exact`)."""
+_WORKSPACE = 2**22
+"""In which the CPU's library of matrix products lays out their operands; it is not freed."""
+_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
+"""`optimizer.state_dtype` -> bytes of a number; blocks of 256 share a float32 scale."""
+_UPDATE_TEMPORARIES = {"AdamW": 0, "Lion": 1, "SGD": 1, "Adafactor": 1, "Muon": 2}
+"""Tensors of a parameter's size that its update makes; parameters are updated one after the other."""
 
 Reduce = Literal["once_per_step", "every_micro_batch"]
 POLICIES: tuple[Reduce, Reduce] = ("once_per_step", "every_micro_batch")
@@ -28,14 +31,20 @@ POLICIES: tuple[Reduce, Reduce] = ("once_per_step", "every_micro_batch")
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank. Activations and logits are estimates of one micro-batch; weights and what belongs to them are
-    an even share of the ranks that shard or split them.
+    an even share of the ranks that shard or split them. Operators are taken to hold what they hold on a CPU, wherever
+    the run will be: a GPU has chunks of logits four times as large, and fewer temporaries in narrow dtypes. Scores of
+    `attention_dropout` and moving activations to CPU memory are not counted.
 
     Attributes:
         buffers: rotary tables.
+        casts: weights in the compute dtype, where they are cast once a step.
         gradients: what is kept from one micro-batch to the next.
         gathered: weights of sharded units that are whole at once.
         transfers: what collectives read and write besides.
-        total: most that is held at once; the kinds do not all have their most at the same moment.
+        activations: what the layers keep for the backward pass, with most that this has besides.
+        logits: what the head and the loss hold, with the gradient of the head's weight.
+        total: most that is held at once, with the workspace of matrix products; the kinds do not all have their most at
+            the same moment.
         host: of the total, what `parallelism.cpu_offload` keeps in CPU memory.
     """
 
@@ -44,6 +53,7 @@ class Memory:
     gradients: int
     optimizer: int
     masters: int
+    casts: int
     gathered: int
     transfers: int
     activations: int
@@ -79,6 +89,7 @@ class Split:
         inner: ranks that split the weights in another way.
         accumulation: micro-batches of the rank that has most.
         positions: of the largest micro-batch, padding included.
+        casts_once: whether weights are cast to the compute dtype once a step, and kept in it.
     """
 
     replicate: int
@@ -86,6 +97,7 @@ class Split:
     inner: int
     accumulation: int
     positions: int
+    casts_once: bool = False
 
     @property
     def reduces_apart(self) -> bool:
@@ -95,7 +107,8 @@ class Split:
 
 @dataclass(frozen=True)
 class _Units:
-    """Numbers in what FSDP gathers and reduces at once: each layer, and the rest (embedding, last norm, head).
+    """Numbers in what FSDP gathers and reduces at once: each layer, and the rest (embedding, last norm, head), which is
+    two or three units where the embedding is stored in another dtype.
 
     Every parameter is padded so that its first dimension divides by the ranks.
     """
@@ -104,6 +117,12 @@ class _Units:
     rest: int
     layers: int
     head: int
+    tables: int
+
+    def rest_bytes(self, config: Config) -> int:
+        """Of the rest as it is stored."""
+        others = (self.rest - self.tables) * BYTES[config.model.params_dtype]
+        return self.tables * BYTES[embedding_dtype(config)] + others
 
     @property
     def all(self) -> int:
@@ -111,15 +130,17 @@ class _Units:
 
 
 def _units(spec: ModelSpec, split: Split) -> _Units:
-    layers = rest = 0
+    layers = rest = tables = 0
     for name, shape in parameter_shapes(spec).items():
         size = math.ceil(shape[0] / split.shard) * split.shard * math.prod(shape[1:])
         if name.startswith("layers."):
             layers += size
         else:
             rest += size
-    head = spec.vocab_size * spec.hidden_size
-    return _Units(layers // spec.num_layers // split.inner, rest // split.inner, spec.num_layers, head // split.inner)
+            tables += size if name.startswith("embed_") else 0
+    head, inner = spec.vocab_size * spec.hidden_size, split.inner
+    layer = layers // spec.num_layers // inner
+    return _Units(layer, rest // inner, spec.num_layers, head // inner, tables // inner)
 
 
 def step_costs(config: Config, spec: ModelSpec, split: Split) -> tuple[Cost, Cost]:
@@ -143,9 +164,10 @@ def _sent_sharded(config: Config, split: Split, units: _Units, reduce: Reduce) -
     """Weights are gathered for the forward pass, and once more for the backward where they were freed in between;
     gradients are reduced and scattered, then summed over the groups that are replicas of each other."""
     again_layers, again_rest = _FREED[config.parallelism.reshard_after_forward_policy]
-    weights = (1 + again_layers) * units.layers * units.layer + (1 + again_rest) * units.rest
+    layers = (1 + again_layers) * units.layers * units.layer * BYTES[config.model.params_dtype]
+    weights = layers + (1 + again_rest) * units.rest_bytes(config)
     gradients = units.all * BYTES[config.model.reduce_dtype]
-    gathers = split.accumulation * _ring(weights * BYTES[config.model.params_dtype], split.shard)
+    gathers = split.accumulation * _ring(weights, split.shard)
     times = split.accumulation if reduce == "every_micro_batch" else 1
     return gathers + times * (_ring(gradients, split.shard) + _all_reduce(gradients // split.shard, split.replicate))
 
@@ -163,20 +185,25 @@ def _memory(config: Config, spec: ModelSpec, split: Split, units: _Units, reduce
     shares = split.shard * split.inner
     count = math.ceil(parameter_count(spec) / shares)
     weight = BYTES[model.params_dtype]
+    tables = math.ceil(_table_numbers(spec) / shares)
+    stored = ((embedding_dtype(config), tables), (model.params_dtype, count - tables))
     # Shards of weights that are stored in 16 bits are the float32 masters themselves.
-    in_shards = model.params_dtype in MASTERED and split.shard > 1
-    parameters = count * (4 if in_shards else weight)
-    optimizer = math.ceil(_state_numbers(config, spec) / shares) * max(4, weight)
-    masters = count * 4 if model.params_dtype in MASTERED and not in_shards else 0
+    parameters = sum(n * (4 if dtype in MASTERED and split.shard > 1 else BYTES[dtype]) for dtype, n in stored)
+    has_masters = config.optimizer.master_weights == "float32" and split.shard == 1
+    masters = sum(n * 4 for dtype, n in stored if dtype in MASTERED and has_masters)
+    state = _STATE[config.optimizer.state_dtype] if weight <= 4 else weight
+    optimizer = math.ceil(_state_numbers(config, spec) / shares * state)
+    casts = math.ceil(_linear_numbers(spec) / shares) * BYTES[model.compute_dtype] if split.casts_once else 0
     buffers = 0 if spec.learned_positions else spec.max_positions * spec.head_dim * BYTES[model.rotary_dtype]
-    activations, logits = _activations(config, spec, split.positions), _logits(config, spec, split.positions)
+    layers, loss = activations(config, spec, split.positions), loss_head(config, spec, split.positions)
     gradients = count * (_FIXED + _EXACT if exact else BYTES[model.gradient_dtype])
     if split.shard == 1:
         gathered, transfers = 0, count * BYTES[model.reduce_dtype] if split.replicate > 1 and not exact else 0
         # Flat copies of the gradients are summed over the ranks when activations and logits are gone.
-        moving = gradients + max(activations + logits, transfers)
+        after = gradients + max(transfers, _update_temporaries(config, spec, count, weight))
+        moving = max(casts + _passes(config, spec, split, units, layers, loss), after)
     else:
-        moments = _sharded_moments(config, split, units, reduce, gradients, activations, logits)
+        moments = _sharded_moments(config, split, units, reduce, gradients, layers, loss.most)
         gathered, transfers = max(m.gathered for m in moments), max(m.transfers for m in moments)
         gradients = max(m.gradients for m in moments)
         moving = max(m.total for m in moments)
@@ -189,13 +216,40 @@ def _memory(config: Config, spec: ModelSpec, split: Split, units: _Units, reduce
         gradients=gradients,
         optimizer=optimizer,
         masters=masters,
+        casts=casts,
         gathered=gathered,
         transfers=transfers,
-        activations=activations,
-        logits=logits,
-        total=parameters + optimizer + masters + buffers + moving,
+        activations=layers.most,
+        logits=loss.most,
+        total=parameters + optimizer + masters + buffers + moving + _WORKSPACE,
         host=host if config.parallelism.cpu_offload and split.shard > 1 else 0,
     )
+
+
+def _passes(config: Config, spec: ModelSpec, split: Split, units: _Units, layers: Activations, loss: Head) -> int:
+    """Most that a rank with whole weights holds of gradients, activations and logits: at the loss, in the backward of
+    a layer, or at its end, where the gradient of the embedding is made.
+
+    One micro-batch leaves gradients as it goes; several add to sums that are there from the first to the last. A tied
+    head's gradient waits for that of the embedding.
+    """
+    width = _FIXED if config.training.exact else BYTES[config.model.gradient_dtype]
+    accumulates = split.accumulation > 1 or config.training.exact
+    sums = units.all * width
+    held, layer = (sums, 0) if accumulates else (0, units.layer * width)
+    waiting = loss.weight_gradient if spec.tied or not accumulates else 0
+    ended = sums + loss.embedding_gradient * (accumulates or spec.tied) + waiting * (accumulates and spec.tied)
+    return max(held + layers.forward + loss.most, held + waiting + layers.backward(layer), ended)
+
+
+def _update_temporaries(config: Config, spec: ModelSpec, count: int, weight: int) -> int:
+    """Of the update: gradients in the dtype of what is updated, if it is another, and what the rule makes or widens."""
+    trained = max(4, weight)
+    given = _EXACT if config.training.exact else BYTES[config.model.gradient_dtype]
+    largest = max(math.prod(shape) for shape in parameter_shapes(spec).values())
+    optimizer = config.optimizer
+    widened = (optimizer.master_weights != "float32") + 2 * (optimizer.state_dtype != "float32")
+    return count * trained * (given != trained) + (_UPDATE_TEMPORARIES[optimizer.type] + widened) * largest * trained
 
 
 @dataclass(frozen=True)
@@ -213,7 +267,7 @@ class _Moment:
 
 
 def _sharded_moments(
-    config: Config, split: Split, units: _Units, reduce: Reduce, part: int, activations: int, logits: int
+    config: Config, split: Split, units: _Units, reduce: Reduce, part: int, layers: Activations, logits: int
 ) -> list[_Moment]:
     """The moments of a micro-batch at which most may be held, in their order, for FSDP2 (`fully_shard`).
 
@@ -225,7 +279,7 @@ def _sharded_moments(
         part: bytes of this rank's part of the summed gradients.
     """
     weight, wide = BYTES[config.model.params_dtype], BYTES[config.model.reduce_dtype]
-    layer, rest = units.layer * weight, units.rest * weight
+    layer, rest = units.layer * weight, units.rest_bytes(config)
     flat_layer, flat_rest = units.layer * wide, units.rest * wide
     frees_layers, _ = _FREED[config.parallelism.reshard_after_forward_policy]
     forward_layers = 0 if frees_layers else units.layers * layer
@@ -239,15 +293,16 @@ def _sharded_moments(
     part_layer, part_layers = part * units.layer // units.all, part * units.layer * units.layers // units.all
     begun = whole - flat_layer + part_layer if whole else summed or part_layer  # the last layer is reduced
     ended = summed or part_layers  # all layers are
-    inner = activations * (units.layers - 1) // units.layers
+    most = layers.most
+    inner = most - layers.kept[-1]
     held = whole + summed
     return [
         # The first layer is gathered.
         _Moment(held, gathered=rest, transfers=rest + 2 * layer),
         # The loss, which makes the gradient of the head at once.
-        _Moment(held, rest + forward_layers, layer, activations + logits),
+        _Moment(held, rest + forward_layers, layer, layers.forward + logits),
         # The backward of the last layer gathers the weights of the one before ahead.
-        _Moment(held + head, rest + backward_layers, min(units.layers, 2) * ahead, activations),
+        _Moment(held + head, rest + backward_layers, min(units.layers, 2) * ahead, most),
         # The last layer is reduced.
         _Moment(begun + head, rest + later_layers, ahead + 2 * flat_layer + flat_layer // split.shard, inner),
         # The backward of the layer before it gathers ahead once more.
@@ -257,41 +312,14 @@ def _sharded_moments(
     ]
 
 
-def _activations(config: Config, spec: ModelSpec, positions: int) -> int:
-    """Kept for the backward of the layers, with what is computed again for one module at a time."""
-    whole, parts = _layer_activations(config, spec)
-    compute = BYTES[config.model.compute_dtype]
-    again = parts | {WHOLE: whole - spec.hidden_size * compute}
-    chosen = recomputed_modules(config.recompute, spec.num_layers)
-    freed = [again.get(name, 0) for names in chosen for name in names]
-    kept = spec.num_layers * whole - sum(freed) + max(freed, default=0)
-    return positions * (kept + 2 * spec.hidden_size * compute)
+def _table_numbers(spec: ModelSpec) -> int:
+    return sum(math.prod(shape) for name, shape in parameter_shapes(spec).items() if name.startswith("embed_"))
 
 
-def _layer_activations(config: Config, spec: ModelSpec) -> tuple[int, dict[str, int]]:
-    """Bytes a position that a layer keeps, and those of them that go when one of its modules is computed again.
-
-    Both norms' inputs and outputs; q, k, v and the attention's output; the MLP's gate, up and product. Norms keep a
-    copy in their own dtype as well. Where queries and keys are normalized, they are kept before and after it.
-    """
-    model = config.model
-    compute, norm = BYTES[model.compute_dtype], BYTES[model.layernorm_compute_dtype]
-    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_layernorm else 0
-    parts = {
-        "input_layernorm": spec.hidden_size * norm,
-        "self_attn": (attention + heads) * compute + heads * norm,
-        "post_attention_layernorm": spec.hidden_size * norm,
-        "mlp": (3 if spec.gated else 2) * spec.intermediate_size * compute,
-    }
-    return 4 * spec.hidden_size * compute + sum(parts.values()), parts
-
-
-def _logits(config: Config, spec: ModelSpec, positions: int) -> int:
-    """Kept for the head: one chunk of logits with its gradient, and the gradient of the head's weight."""
-    loss = BYTES[config.model.loss_dtype]
-    chunk = min(positions, max(1, _LOGITS_BYTES // (spec.vocab_size * loss)))
-    return (2 * chunk + spec.hidden_size) * spec.vocab_size * loss
+def _linear_numbers(spec: ModelSpec) -> int:
+    """Weights of the layers' matrix products."""
+    shapes = parameter_shapes(spec)
+    return sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.") and len(s) > 1)
 
 
 def _state_numbers(config: Config, spec: ModelSpec) -> int:

@@ -6,10 +6,14 @@ A `ModelSpec` is the resolved `model` section: every number that a decoder needs
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from samestep.config.schema import ModelConfig, RopeScalingConfig
 from samestep.errors import ConfigError
+
+_DENSE = {"router_dense_type": "only a mixture of experts has a router, and this model is dense"}
+_LEARNED = "its positions are learned, not rotary"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Family:
         attention_bias, mlp_bias, qk_layernorm, tied: where the `model` section says null.
         output_bias: whether attention biases include that of the output projection.
         learned_positions: a table of positions added to the embedding, instead of rotary positions.
-        without_effect: fields of the `model` section that this family cannot use; setting one is an error.
+        without_effect: fields of the `model` section that this family cannot use -> why; setting one is an error.
     """
 
     name: str
@@ -36,7 +40,7 @@ class Family:
     mlp_bias: bool = False
     qk_layernorm: bool = False
     learned_positions: bool = False
-    without_effect: frozenset[str] = frozenset()
+    without_effect: Mapping[str, str] = field(default_factory=lambda: _DENSE)
 
     @property
     def position_embedding_type(self) -> str:
@@ -64,7 +68,14 @@ FAMILIES = {
             attention_bias=True,
             mlp_bias=True,
             learned_positions=True,
-            without_effect=frozenset({"rope_theta", "rope_scaling", "sliding_window", "qk_layernorm"}),
+            without_effect=_DENSE
+            | {
+                "rope_theta": _LEARNED,
+                "rope_scaling": _LEARNED,
+                "rotary_dtype": _LEARNED,
+                "sliding_window": "its attention sees all tokens before",
+                "qk_layernorm": "it does not normalize queries and keys",
+            },
         ),
     )
 }
@@ -128,10 +139,12 @@ def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpe
         ConfigError: a family that is not known, fields without effect for it, or sizes that do not fit together.
     """
     family = _family(model)
-    for name in sorted(family.without_effect):
+    for name, why in sorted(family.without_effect.items()):
         # Not model_fields_set: a resolved file writes every field, and must load again.
         if getattr(model, name) != ModelConfig.model_fields[name].default:
-            raise ConfigError(f"has no effect for model_type {family.name}", field=f"model.{name}", fix="remove it")
+            raise ConfigError(
+                f"has no effect for model_type {family.name}: {why}", field=f"model.{name}", fix="remove it"
+            )
     hidden_act = (model.hidden_act or family.hidden_act).lower()
     hidden_act = ACTIVATION_ALIASES.get(hidden_act, hidden_act)
     _check_name("hidden_act", hidden_act, ACTIVATIONS)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
 from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig, TrainingConfig
 from samestep.cost import Cost, Memory, Reduce, Split, step_costs
+from samestep.dtypes import KindDtypes, expected_dtypes
 from samestep.errors import ConfigError
 from samestep.families import ModelSpec, attended, flops_per_token, parameter_count, resolve_model
+from samestep.pass_memory import MASTERED
 from samestep.split import positions, split_by_budget
 
 AUTO_POSITIONS = 8192
@@ -89,6 +91,8 @@ class Plan:
     Attributes:
         local_batch_size, local_batch_tokens: what limits a micro-batch, in samples or in positions; the other is None.
         memory, sent_bytes, reduce: of one rank; those of `reductions` that were chosen.
+        casts_once: whether weights are cast to the compute dtype once a step.
+        dtypes: of each kind of module, wherever the run will be; a device may run products in a wider one.
     """
 
     layout: Layout
@@ -114,6 +118,8 @@ class Plan:
     sent_bytes: int
     reduce: Reduce
     reductions: tuple[Cost, Cost]
+    casts_once: bool
+    dtypes: tuple[KindDtypes, ...]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -176,6 +182,13 @@ def check_sharding(config: Config, layout: Layout) -> None:
             field="training.exact",
             fix=f"{fix}exact: false",
         )
+    if config.optimizer.state_dtype == "int8":
+        raise ConfigError(
+            "int8 state shares a scale in blocks of 256 numbers, which would be other blocks on each number of ranks, "
+            f"but the weights are sharded over {layout.shard} ranks",
+            field="optimizer.state_dtype",
+            fix=f"{fix}bfloat16",
+        )
     if config.optimizer.type == "Adafactor":
         raise ConfigError(
             "Adafactor goes by the rows and columns of whole matrices, but the weights are sharded over "
@@ -217,7 +230,7 @@ def split_step(samples: int, data_parallel: int, local_batch_size: int) -> list[
 
 
 def split_samples(
-    training: TrainingConfig, lengths: Sequence[int], data_parallel: int, budget: int | None = None
+    config: Config, lengths: Sequence[int], data_parallel: int, budget: int | None = None
 ) -> list[list[Sequence[int]]]:
     """The micro-batches of every data-parallel rank, as places in the global batch, however the configuration makes
     them. In exact mode each sample is one.
@@ -227,11 +240,12 @@ def split_samples(
         budget: positions of a micro-batch where they limit it (`Plan.local_batch_tokens`); without one the configured,
             or a fixed one.
     """
+    training = config.training
     if training.exact or not training.has_budget:
         size = 1 if training.exact else training.least_samples
         return [[range(*pair) for pair in rank] for rank in split_step(len(lengths), data_parallel, size)]
     budget = budget or training.local_batch_tokens or AUTO_POSITIONS
-    table = split_by_budget(lengths, data_parallel, budget, packed=training.micro_batch == "packed")
+    table = split_by_budget(lengths, data_parallel, budget, packed=config.micro_batch == "packed")
     return [list(rank) for rank in table]
 
 
@@ -382,7 +396,7 @@ def make_plan(
     samples = len(lengths)
     trained = usable_samples(samples, unit, training.remainder)
     budget = _budget(config, spec, layout, memory_limit)
-    ranks = split_samples(training, lengths[:trained], layout.data_parallel, budget)
+    ranks = split_samples(config, lengths[:trained], layout.data_parallel, budget)
     micro_batches = _micro_batches(config, ranks, spec, facts)
     tokens = _total([m.tokens for m in micro_batches])
     divides = training.global_batch_size % unit == 0
@@ -395,6 +409,7 @@ def make_plan(
     accumulation = max(len(rank) for rank in ranks)
     inner = layout.tensor * layout.pipeline
     split = Split(layout.replicate, layout.shard, inner, accumulation, _widest(spec, micro_batches))
+    split = replace(split, casts_once=_casts_once(config, spec, split, memory_limit))
     costs = step_costs(config, spec, split)
     chosen = _choose(config.parallelism, split, costs, memory_limit)
     context = _mean_context(lengths, spec.sliding_window)
@@ -423,6 +438,8 @@ def make_plan(
         sent_bytes=chosen.sent,
         reduce=chosen.reduce,
         reductions=costs,
+        casts_once=split.casts_once,
+        dtypes=expected_dtypes(config, spec, layout.data_parallel),
         notes=(*_budget_notes(config, lengths, budget, memory_limit), *notes),
     )
 
@@ -482,6 +499,25 @@ def _choose(parallelism: ParallelismConfig, split: Split, costs: tuple[Cost, Cos
         return every
     fits = memory_limit is None or once.memory.on_device <= memory_limit
     return once if fits or once.memory.on_device <= every.memory.on_device else every
+
+
+def _casts_once(config: Config, spec: ModelSpec, split: Split, memory_limit: int | None) -> bool:
+    """Whether weights are cast to the compute dtype once a step."""
+    wanted = config.training.cast_weights
+    if wanted == "every_micro_batch" or not _can_cast_once(config, split):
+        return False
+    if wanted == "once_per_step":
+        return True
+    fits = memory_limit is None or (
+        step_costs(config, spec, replace(split, casts_once=True))[0].memory.on_device <= memory_limit
+    )
+    return split.accumulation > 1 and fits
+
+
+def _can_cast_once(config: Config, split: Split) -> bool:
+    model = config.model
+    is_cast = model.compute_dtype in MASTERED and model.compute_dtype != model.params_dtype
+    return is_cast and split.shard == 1 and not config.compile
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -589,7 +625,7 @@ def _check_decay(schedule: LrSchedulerConfig, steps: int) -> None:
 def _micro_batches(
     config: Config, ranks: list[list[Sequence[int]]], spec: ModelSpec, facts: DataFacts | None
 ) -> list[MicroBatch]:
-    packed = config.training.micro_batch == "packed"
+    packed = config.micro_batch == "packed"
     fixed = config.train_dataset.rows == "cut"
     table = []
     for rank, groups in enumerate(ranks):
@@ -652,8 +688,16 @@ def _notes(
         notes.append(f"parallelism.reduce every_micro_batch has no effect: {why}, so once_per_step is the same.")
     if config.parallelism.data_parallel_shard < -1:
         notes.append("parallelism.data_parallel_shard: a negative value means all of data parallel; write -1.")
-    if "float16" in (config.model.compute_dtype, config.model.params_dtype):
-        notes.append("float16: small gradients vanish, since this version scales no loss; bfloat16 has the range.")
+    if config.model.compute_dtype in MASTERED:
+        notes.append(
+            f"A CPU without units for {config.model.compute_dtype} runs products of operands rounded to it in float32."
+        )
+    if config.training.cast_weights == "once_per_step" and not _can_cast_once(config, split):
+        notes.append(
+            "training.cast_weights once_per_step has no effect: weights are sharded, compiled, or not cast to 16 bits."
+        )
+    if config.compile:
+        notes.append("compile: compute dtypes are not checked in the first step, since compiled modules are not seen.")
     if config.model.attention_dropout > 0:
         notes.append("attention_dropout > 0 runs the reference attention: slower, with a score matrix in memory.")
     if config.swap.enable:

@@ -6,6 +6,10 @@ here again: every one says what it relies on, and falls back to something slower
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,3 +63,27 @@ def compile_seconds() -> float:
 
     report = getattr(utils, "calculate_time_spent", None)
     return 0.0 if report is None else float(report().get("total_wall_time", 0.0))
+
+
+@contextmanager
+def watch_operators(
+    before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...], Any], None]
+) -> Iterator[None]:
+    """Call `before(name, arguments)` and `after(name, arguments, result)` around each operator that runs inside, with
+    names such as `aten.mm`; what they run themselves is not told. Operators inside of a compiled graph, and kernels
+    that are no operators, such as Triton's, are not seen.
+
+    Relies on `TorchDispatchMode`, whose module is private while its use as a base class is documented.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func).rsplit(".", 1)[0]
+            before(name, args)
+            result = func(*args, **(kwargs or {}))
+            after(name, args, result)
+            return result
+
+    with Watcher():
+        yield

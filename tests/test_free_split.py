@@ -27,7 +27,7 @@ from samestep.ops import Precision
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import AUTO_POSITIONS, evaluation_rows, make_plan, resolve_layout, split_samples, split_step
 from samestep.run.setup import build_model, build_step, micro_batches
-from samestep.run.trainer import Trainer
+from samestep.run.trainer import Events, Trainer
 from samestep.split import positions, split_by_budget
 from samestep.step.recovery import Recovery, is_out_of_memory
 from samestep.verify import parity
@@ -187,7 +187,7 @@ def test_exact_mode_keeps_its_passes_of_one_sample(speeches):
     data = load_data(config)
     batches = micro_batches(config, data.train, make_order(config, data).next(0), 1, Mesh.alone())
     assert [batch.samples for batch in batches] == [1] * 24
-    table = split_samples(config.training, [5] * 7, 2, 400)
+    table = split_samples(config, [5] * 7, 2, 400)
     assert [[list(group) for group in rank] for rank in table] == [[[0], [1], [2], [3]], [[4], [5], [6]]]
 
 
@@ -432,13 +432,45 @@ def test_a_run_goes_on_and_writes_it_down(speeches, tmp_path):
     calm, stormy = (speeches(*base, f"output_dir={tmp_path}/{name}") for name in ("calm", "stormy"))
     Trainer(calm).train()
     results = run_ranks(train_in_trouble, 2, stormy, 1, timeout=90)
-    assert results[0] == (0, 0) and results[1][1] <= 400
+    assert results[0] == (0, results[1][1]) and results[1][1] <= 400, "the size that fits is that of all ranks"
     events = [event for event in lines(stormy, "events.jsonl") if event["event"] == "out_of_memory"]
     assert [(event["step"], event["rank"]) for event in events] == [(1, 1)]
     assert events[0]["before"] > 400 >= events[0]["after"] == results[1][1]
     for found, wanted in zip(lines(stormy, "metrics.jsonl"), lines(calm, "metrics.jsonl"), strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert (found["targets"], found["samples"]) == (wanted["targets"], wanted["samples"])
+
+
+def test_a_resumed_run_remembers_what_fits(speeches, tmp_path, monkeypatch):
+    """It takes the steps of the run that was not interrupted, to the bit: it halves the same micro-batches. On another
+    device it tries the configured size again."""
+    base = ("training.local_batch_size=12", "checkpoint.save_interleaved_steps=2", "training.steps=4")
+    whole, broken = (speeches(*base, f"output_dir={tmp_path}/{name}") for name in ("whole", "broken"))
+    for config, stop in ((whole, False), (broken, True)):
+        trainer = Trainer(config, listeners=[StopAt(2)] if stop else [])
+        fault = Fault(trainer.step, "backward", 400, times=2)
+        trainer.train()
+        assert fault.raised == 2
+    limit = trainer.step.recovery.limit
+    assert limit is not None and limit < 500
+    state = json.loads((trainer.last_checkpoint / "state.json").read_text())
+    assert state["micro_batch_limit"]["positions"] == limit
+    with monkeypatch.context() as patch:
+        patch.setattr("samestep.run.trainer.device_memory", lambda device: 2**50)
+        assert Trainer(broken, resume="auto").step.recovery.limit is None
+    resumed = Trainer(broken, resume="auto")
+    assert resumed.step.recovery.limit == limit
+    resumed.train()
+    rows = [[(row["loss"], row["grad_norm"]) for row in lines(c, "metrics.jsonl")] for c in (whole, broken)]
+    assert len(rows[0]) == 4 and rows[0] == rows[1]
+
+
+class StopAt(Events):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer, report):
+        self.should_stop = trainer.state.step == self.step
 
 
 def lines(config: Config, name: str) -> list[dict]:

@@ -200,12 +200,21 @@ def test_curves_are_those_of_one_process(tiny, shard):
             assert curves[ranks][name] == curves[1][name]
 
 
-def test_rows_tell_the_extremes_over_ranks(tiny):
-    config = tiny("training.steps=2")
+def test_what_a_run_of_shards_tells(tiny):
+    """Extremes over the ranks; the dtypes that were used, with those of gathered weights and of messages."""
+    low = ("model.params_dtype=bfloat16", "model.compute_dtype=bfloat16", "lr_scheduler.learning_rate=1e-3")
+    config = tiny("training.steps=2", "monitor.watch_steps=2", "optimizer.type=SGD", "optimizer.momentum=0.9", *low)
     run(config, 2)
     for row in rows_of(config, "ranks"):
         assert row.keys() == {"step_seconds", "data_seconds", "peak_memory_bytes"}
         assert all(0 <= least <= most for least, most in row.values())
+    events = [json.loads(line) for line in (Path(config.output_dir) / "events.jsonl").read_text().splitlines()]
+    (audit,) = (event for event in events if event["event"] == "dtype_audit")
+    (mlp,) = (row for row in audit["kinds"] if row["kind"] == "mlp")
+    assert (mlp["weights"], mlp["compute"]) == ("bfloat16", "bfloat16")
+    assert mlp["reduction"] == mlp["masters"] == mlp["state"] == mlp["gradients"] == "float32"
+    assert (audit["sent"], audit["compute_not_seen"]) == (["float32"], [])
+    assert all(event["event"] != "still_weights" for event in events)
 
 
 def test_a_run_goes_on_with_other_ranks_and_other_micro_batches(tiny):
@@ -250,6 +259,20 @@ def test_in_exact_mode_other_ranks_change_no_bit(tiny):
     assert found.keys() == wanted.keys()
     assert len(found) > 20
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_float16_goes_on_with_its_scale_on_other_ranks(tiny, tmp_path):
+    """Weights stored in float16 with masters, sharded over 4 ranks, then 2, after overflows and growth."""
+    base = ["model.params_dtype=float16", "model.compute_dtype=float16", "training.global_batch_size=8"]
+    base += ["training.loss_scale={init: 8388608, growth_interval: 2}", "training.local_batch_size=1"]
+    base += ["lr_scheduler.type=constant", "lr_scheduler.warmup_steps=0", "checkpoint.save_interleaved_steps=9"]
+    four, two = (tiny(*base, "training.steps=10", f"output_dir={tmp_path / name}") for name in ("four", "two"))
+    run(four, 4)
+    run(two, 2, str(tmp_path / "four" / "checkpoints" / "step-00000009"))
+    for name in ("loss", "grad_norm"):
+        assert rows_of(two, name)[0] == pytest.approx(rows_of(four, name)[9], rel=1e-6)
+    scales = rows_of(four, "loss_scale")
+    assert rows_of(two, "loss_scale") == scales[9:] and len(set(scales)) > 3
 
 
 def poisoned(config):

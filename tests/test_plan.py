@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from samestep import pass_memory
 from samestep.config.load import from_dict
 from samestep.config.schema import Config, TrainingConfig
 from samestep.errors import ConfigError
@@ -28,7 +29,7 @@ from samestep.families import (
     resolve_model,
 )
 from samestep.model.decoder import Decoder
-from samestep.ops import Precision
+from samestep.ops import Precision, cross_entropy
 from samestep.ops.activation import ACTIVATION_MAP
 from samestep.ops.norm import get_norm_cls
 from samestep.plan import (
@@ -338,30 +339,60 @@ def test_memory_by_hand():
 
     plain = memory(batch_of(4, 2))
     assert (plain.parameters, plain.gradients, plain.optimizer, plain.masters) == (4 * count, 4 * count, 8 * count, 0)
-    # 20 positions; a layer keeps 4 x 12 around its norms, q and output 2 x 12, k and v 2 x 4, 3 x 20 in the MLP, and
-    # the norms' own copies 2 x 12; embedding and last norm 2 x 12; all float32.
-    assert plain.activations == 20 * 4 * (2 * (48 + 24 + 8 + 60 + 24) + 24)
-    assert plain.logits == 4 * (2 * 20 * 100 + 100 * 12)
+    # 20 positions in float32. A layer keeps inputs and outputs of its norms, 4 x 12, and 2 numbers of these; q and the
+    # output, 2 x 12; k and v, 2 x 4; a sum of exponentials for each of 3 heads; 3 x 20 in the MLP. The last norm keeps
+    # its input. The backward begins with the gradient of the residual, and makes two more tensors of the MLP's size.
+    kept = 2 * (48 + 2 + 24 + 8 + 3 + 60) + 12
+    assert plain.activations == 20 * 4 * (kept + 12 + 2 * 20)
+    # Logits of all positions; the gradient of the weight; hidden states, their gradient, and two copies for the chunk.
+    assert plain.logits == 4 * (20 * 100 + 100 * 12 + 4 * 20 * 12)
     low = memory(batch_of(4, 2, model__params_dtype="bfloat16", model__compute_dtype="bfloat16"))
     assert (low.parameters, low.gradients, low.optimizer, low.masters) == (2 * count, 4 * count, 8 * count, 4 * count)
-    assert low.activations == 20 * (2 * (2 * (48 + 24 + 8 + 60) + 4 * 24) + 2 * 24)
+    # Norms and sums in float32. SwiGLU's backward widens gate and gradient, and makes two tensors in float32.
+    assert low.activations == 20 * (2 * (2 * (48 + 24 + 8 + 60) + 4 * (2 + 3)) + 2 * 12 + 2 * 2 * 12 + 4 * 4 * 20)
+    assert low.logits == 4 * (20 * 100 + 2 * 100 * 12 + 3 * 20 * 12) + 2 * 20 * 12  # with a float32 copy of the weight
     double = memory(batch_of(4, 2, model__params_dtype="float64", model__gradient_dtype="float64"))
     assert (double.parameters, double.gradients, double.optimizer) == (8 * count, 8 * count, 16 * count)
     sharded = memory(batch_of(4, 2), 2)
     assert sharded.parameters == 4 * -(-count // 2) and sharded.activations == plain.activations
     replicated = memory(batch_of(4, 2, parallelism__data_parallel_shard=1), 2)
-    assert replicated == replace(plain, transfers=4 * count)  # flat copies, made when activations are gone
+    # Of one micro-batch no gradients are there at its loss. Flat copies are made when activations are gone.
+    assert replicated == replace(plain, transfers=4 * count, total=plain.total - 4 * count)
     exact = memory(batch_of(4, 2, parallelism__data_parallel_shard=1, training__exact=True))
     assert exact.gradients == 12 * count  # fixed-point sums, and what is made of them
     assert plain.buffers == 10 * 4 * 4  # cosine and sine of 10 positions for heads of 4
-    parts = (plain.parameters, plain.buffers, plain.gradients, plain.optimizer, plain.activations, plain.logits)
     assert (plain.gathered, plain.transfers, plain.host) == (0, 0, 0)
-    assert plain.total == sum(parts)
+    held = plain.parameters + plain.buffers + plain.optimizer + 2**22  # the last is of matrix products
+    # Most at the loss of the second micro-batch, before the backward of the layers has its temporaries.
+    assert plain.total == held + plain.gradients + 20 * 4 * kept + plain.logits
     matrices = 2 * (2 * 12 * 12 + 2 * 4 * 12 + 3 * 20 * 12)
     wanted = {"SGD": 0, "Lion": count, "Muon": 2 * count - matrices}
     for kind, numbers in wanted.items():
         assert memory(batch_of(4, 2, optimizer__type=kind)).optimizer == 4 * numbers
     assert memory(batch_of(4, 2, optimizer__type="Adafactor")).optimizer < count
+
+
+def test_memory_of_a_pass_by_hand():
+    def memory(*lengths: int, **fields: Any):
+        return make_plan(batch_of(len(lengths), 2, **fields), 1, facts_of(40, *lengths)).memory
+
+    wide = {"model__vocab_size": 5000, "model__tie_word_embeddings": True}
+    # Of 5 and of 10 positions. Two micro-batches: the end has more than the loss, which has 10 rows of logits and one
+    # gradient of the head. There are the sums, that gradient, which waits, and the embedding's, all 5000 x 12.
+    ends = memory(5, 5, 2, 3, **wide)
+    assert ends.total == 4 * ends.parameters + 2 * 4 * 5000 * 12 + ends.buffers + 2**22
+    # One micro-batch: the embedding's gradient becomes part of the sums, and the head's has waited for it.
+    once = memory(5, 5, **wide)
+    assert once.total == 4 * once.parameters + 4 * 5000 * 12 + once.buffers + 2**22
+    # Documents in groups: their outputs, and the outputs in order.
+    assert memory(5, 5, training__micro_batch="packed").activations - memory(5, 5).activations == 10 * 4 * 2 * 12
+    # Without a tied head and with two positions most is held in the update: Lion makes a tensor as large as the head.
+    lion = memory(1, 1, optimizer__type="Lion", model__vocab_size=5000)
+    assert lion.total == 3 * lion.parameters + 4 * 5000 * 12 + lion.buffers + 2**22
+
+
+def test_the_plan_knows_the_chunks_of_the_head():
+    assert cross_entropy._CHUNK_BYTES["cpu"] == pass_memory._CHUNK_BYTES
 
 
 LAYER = 2 * 12 * 12 + 2 * 4 * 12 + 3 * 12 * 20 + 2 * 12
@@ -462,7 +493,7 @@ def test_shown_plan():
     once, every = (line for line in text.splitlines() if line.startswith("reduce"))
     assert "once_per_step" in once and once.rstrip().endswith("(chosen)")
     assert "every_micro_batch" in every and "(chosen)" not in every
-    assert "reduce" not in shown(make_plan(batch_of(28, 2)))
+    assert "\nreduce" not in shown(make_plan(batch_of(28, 2)))
 
 
 def test_padding_counts_as_memory():

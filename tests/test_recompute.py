@@ -197,12 +197,14 @@ def test_the_plan_follows():
         return make_plan(config_of(recompute, layers=4), 1).memory.activations
 
     tokens, inner, hidden = 16, 3 * 48 * 4, 32 * 4
+    temporaries = hidden + 2 * 48 * 4  # of the backward of one layer
     none, saved = planned({}), 3 * tokens * inner
     assert none - planned({"mode": "select", "select_module": {"mlp": ["0-3"]}}) == saved
-    assert planned({"mode": "select", "select_module": {"mlp": ["1"]}}) == none, "one module is there as a whole anyway"
-    whole = (none - 2 * tokens * hidden) // 4
+    one = planned({"mode": "select", "select_module": {"mlp": ["1"]}})
+    assert none - one == tokens * inner, "later layers are gone by then"
+    whole = (none - tokens * (hidden + temporaries)) // 4
     assert none - planned({"mode": "full"}) == 3 * (whole - tokens * hidden)
-    assert planned({"mode": "full", "full_recompute_layer": ["0-1"]}) == none - (whole - tokens * hidden)
+    assert planned({"mode": "full", "full_recompute_layer": ["0-1"]}) == none - 2 * (whole - tokens * hidden)
 
 
 # ---- what can be chosen

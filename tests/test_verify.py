@@ -1,15 +1,19 @@
 """The proof itself: it passes where the step is the same, and it can fail."""
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from samestep.config.load import load
+from samestep.data.batch import halves
 from samestep.data.dataset import load_data
 from samestep.errors import ConfigError
 from samestep.run import setup
+from samestep.step.recovery import Recovery
 from samestep.step.update import Updater
 from samestep.verify import parity
 
@@ -52,12 +56,20 @@ def test_curves_over_fifty_steps(tiny):
         assert report.passed, [c.failures for c in report.comparisons if c.failures]
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_bfloat16_is_judged_by_its_distance_to_the_truth(tiny, storage):
-    config = tiny("model.compute_dtype=bfloat16", f"model.params_dtype={storage}", "training.global_batch_size=12")
-    report = parity.run(config, layouts=parity.parse_layouts("ga=2 ga=6 packed"), cases=["skewed", "all_empty"])
-    assert report.dtype == "bfloat16"
+@pytest.mark.parametrize("storage", ["float32", "same"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_are_judged_by_their_distance_to_the_truth(tiny, dtype, storage):
+    config = tiny(f"model.params_dtype={dtype if storage == 'same' else storage}", "training.global_batch_size=12")
+    layouts = "ga=2 ga=6 packed" if storage == "same" else "ga=2 dp=2 fsdp=2"
+    report = parity.run(config, layouts=parity.parse_layouts(layouts), cases=["skewed", "all_empty"], dtype=dtype)
+    assert report.dtype == dtype
     assert report.passed, [c.failures for c in report.comparisons if c.failures]
+
+
+def test_a_loss_scale_that_overflows_proves_nothing(tiny):
+    config = tiny("model.compute_dtype=float16", "training.loss_scale=1099511627776")
+    with pytest.raises(ConfigError, match="not finite at the scale 1.0995"):
+        parity.run(config, layouts=parity.parse_layouts("ga=2"), cases=["even"])
 
 
 def test_the_mean_of_means_differs_at_every_accumulation(documents):
@@ -153,7 +165,8 @@ def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
     assert report.passed, [c.failures for c in report.comparisons]
 
 
-@pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=0", "dp=2x2", "hsdp=2", "packed+tp=2", "", "ga"])
+@pytest.mark.parametrize("text", ["ga=0", "ga=-1", "ga=x", "dp=0", "dp=2x2", "hsdp=2", "packed+tp=2", "", "ga", "oom=0",
+    "config+ga=2", "config+packed", "config+tokens=9", "fsdp=2+oom=1"])  # fmt: skip
 def test_layouts_that_are_none(text):
     with pytest.raises(ConfigError):
         parity.parse_layouts(text)
@@ -171,11 +184,19 @@ def test_layouts_of_several_ranks(tiny, dtype):
         assert all(c.clipped for c in report.comparisons if c.case != "all_empty")
 
 
-@pytest.mark.parametrize("settings", [["model.params_dtype=bfloat16"], ["optimizer.type=Muon"], GPT2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.params_dtype=bfloat16", "model.embedding_params_dtype=float32"],
+        ["optimizer.type=Muon"],
+        [*GPT2, "model.embedding_params_dtype=bfloat16", "optimizer.master_weights=stochastic_rounding"],
+    ],
+)
 def test_sharded_weights_of_other_kinds(tiny, settings):
-    """In 16 bits the shards are the masters; Muon works on whole matrices; gpt2 has biases and learned positions."""
+    """In 16 bits the shards are the masters; Muon works on whole matrices; gpt2 has biases, learned positions and a
+    tied head, here in another dtype than the rest."""
     config = tiny(*settings, "parallelism.reduce=every_micro_batch")
-    dtype = "config" if "bfloat16" in settings[0] else "float64"
+    dtype = "float64" if "optimizer.type=Muon" in settings else "config"
     layouts = parity.parse_layouts("fsdp=2+ga=3 fsdp=2+packed")
     report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype, steps=2)
     assert report.passed, [c for c in report.comparisons if c.failures]
@@ -183,17 +204,149 @@ def test_sharded_weights_of_other_kinds(tiny, settings):
 
 def test_the_grid_has_all_pairs_that_fit(tiny):
     names = [layout.name for layout in parity.grid_layouts(tiny("training.global_batch_size=12"))]
-    assert len(names) == len(set(names)) == 5 * 3 * 2
+    assert len(names) == len(set(names)) == 5 * 3 * 2 + 5 + 4
     assert all(f"fsdp=4+ga={k}+packed" in names for k in (1, 2, 3))
     few = [layout.name for layout in parity.grid_layouts(tiny())]  # 6 samples
     assert "fsdp=2+ga=3+padded" in few and "fsdp=4+ga=2+padded" not in few
     exact = parity.grid_layouts(tiny("training.global_batch_size=12", "training.exact=true"))
-    assert {layout.shard for layout in exact} == {1}
+    assert {layout.shard for layout in exact} == {1} and not any(layout.out_of_memory for layout in exact)
 
 
 def test_more_micro_batches_than_samples_are_refused(tiny):
     with pytest.raises(ConfigError, match="6 samples on 1 rank cannot make 7 micro-batches"):
         parity.run(tiny(), layouts=parity.parse_layouts("ga=7"))
+
+
+def test_out_of_memory_in_a_micro_batch_that_cannot_be_halved(tiny):
+    for settings, layout, text in (
+        ((), "ga=6+oom=1", "have 1, 1, 1, 1, 1, 1 samples, and number 1 shall be halved"),
+        ((), "ga=2+oom=3", "have 3, 3 samples, and number 3 shall"),
+        (("training.exact=true",), "oom=1", "one sample and cannot be halved"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            parity.run(tiny(*settings), layouts=parity.parse_layouts(layout))
+
+
+def sizes_run(monkeypatch):
+    """Samples of the passes of each step taken from now on."""
+    steps = []
+    original = setup.build_step
+
+    def build(*arguments):
+        step = original(*arguments)
+        steps.append([])
+        sums = step.objective.sums
+
+        def noted(model, batch, passes=steps[-1]):
+            passes.append(batch.samples)
+            return sums(model, batch)
+
+        step.objective.sums = noted
+        return step
+
+    monkeypatch.setattr(parity, "build_step", build)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        (("training.local_batch_size=4",), [4, 2]),
+        (("training.local_batch_size=null", "training.local_batch_tokens=32"), [2, 2, 2]),
+        (("training.local_batch_size=auto", "training.micro_batch=packed"), [6]),
+    ],
+)
+def test_the_micro_batches_of_the_config(tiny, monkeypatch, settings, sizes):
+    steps = sizes_run(monkeypatch)
+    report = parity.run(tiny(*settings), layouts=parity.parse_layouts("config"), cases=["even"], dtype="float64")
+    assert report.passed, report
+    assert steps == [[6], sizes]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_step_stays_the_same_when_memory_runs_out(tiny, monkeypatch, dtype):
+    """Padded and packed; the second micro-batch of three samples breaks off and is run again as one and two."""
+    steps = sizes_run(monkeypatch)
+    layouts = parity.parse_layouts("ga=2+oom=2 packed+ga=2+oom=2 oom=1")
+    config = tiny("model.hidden_dropout=0.1", "training.max_norm=0.1")
+    report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype, steps=2)
+    assert report.passed and report.clipped, report
+    later = [1, 2, 1, 2]  # what did not fit is remembered
+    assert steps == [[6, 6], [3, 3, 1, 2, *later], [3, 3, 1, 2, *later], [6, 3, 3, 3, 3]]
+
+
+def test_memory_runs_out_on_one_rank_of_two(tiny):
+    config = tiny("training.global_batch_size=12", "training.local_batch_size=null", "training.local_batch_tokens=48")
+    layouts = parity.parse_layouts("dp=2+config+oom=2 dp=2+packed+ga=2+oom=1")
+    report = parity.run(config, layouts=layouts, cases=["even", "one_rank_empty", "all_empty"], dtype="float64")
+    assert report.passed, report
+
+
+def test_a_loss_of_gradients_when_memory_runs_out_is_found(tiny, monkeypatch):
+    """If the halves add nothing at all, which is wrong for the parameters that the broken pass had not reached."""
+    monkeypatch.setattr(Recovery, "_apart", lambda recovery, batch, attempt: attempt(halves(batch)[0]))
+    (comparison,) = parity.run(tiny(), layouts=parity.parse_layouts("oom=1"), cases=["even"]).comparisons
+    assert any("gradient" in failure for failure in comparison.failures)
+
+
+def test_a_shortage_that_never_comes_is_found(tiny, monkeypatch):
+    monkeypatch.setattr(parity._Shortage, "_on_gradient", lambda *_: None)
+    (comparison,) = parity.run(tiny(), layouts=parity.parse_layouts("oom=1"), cases=["even"]).comparisons
+    assert comparison.failures == ("no micro-batch ran out of memory",)
+
+
+RECOMPUTE = {
+    "full": ["recompute.mode=full"],
+    "select": ['recompute={mode: select, select_module: {mlp: ["0-1"], self_attn: ["1"]}}'],
+}
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+def test_recomputation_is_compared_with_none(tiny, mode):
+    config = tiny(*RECOMPUTE[mode], "training.local_batch_size=auto", "model.hidden_dropout=0.1")
+    layouts = parity.parse_layouts("config packed+ga=2+oom=2")
+    for dtype in ("float32", "float64"):
+        report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype)
+        assert report.passed, report
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+
+def traced_only(monkeypatch):
+    """Graphs as for the compiler, run by PyTorch's own operators: making kernels takes minutes."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+COMPILED = ("compile=true", "model.num_hidden_layers=1", 'recompute={mode: select, select_module: {mlp: ["0"]}}')
+
+
+@needs_compiler
+def test_compiled_layers_take_the_same_step(tiny, monkeypatch):
+    """Of one row, packed: compiled once."""
+    traced_only(monkeypatch)
+    config = tiny(*COMPILED, "training.local_batch_size=auto", "training.micro_batch=packed")
+    report = parity.run(config, layouts=parity.parse_layouts("config+oom=1"), cases=["even"], dtype="float64")
+    assert report.passed, report
+
+
+def traced_jobs(*arguments):
+    """In a worker process: `parity.trace_jobs` with layers that are traced only."""
+    with pytest.MonkeyPatch.context() as patch:
+        traced_only(patch)
+        return TRACE_JOBS(*arguments)
+
+
+TRACE_JOBS = parity.trace_jobs
+
+
+@needs_compiler
+def test_compiled_and_recomputed_layers_on_sharded_weights(tiny, monkeypatch):
+    config = tiny(*COMPILED, "model.hidden_dropout=0.1")
+    monkeypatch.setattr(parity, "trace_jobs", traced_jobs)
+    report = parity.run(config, layouts=parity.parse_layouts("fsdp=2+packed"), cases=["skewed"], dtype="float64")
+    assert report.passed, report
 
 
 def test_command_line_and_exit_codes(cli, tmp_path):

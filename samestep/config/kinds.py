@@ -39,11 +39,13 @@ PEAK_NAMES = ("learning_rate", "base_lr")
 LR_END_NAMES = ("lr_end", "lr_end1", "eta_min", "min_lr")
 BETAS_NAMES = ("betas", "adamw_betas")
 EPS_NAMES = ("eps", "adamw_eps")
+ROUTER_NAMES = ("router_dense_type", "moe_router_dtype")
 ALIASES = {f"model.{name}": f"model.{EPSILON_NAMES[0]}" for name in EPSILON_NAMES[1:]} | {
     "model.rope_scaling.rope_type": "model.rope_scaling.type"
 }
 ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.learning_rate" for name in PEAK_NAMES[1:]}
 ALIASES |= {f"lr_scheduler.{name}": "lr_scheduler.lr_end" for name in LR_END_NAMES[1:]}
+ALIASES |= {f"model.{name}": "model.router_dense_type" for name in ROUTER_NAMES[1:]}
 ALIASES |= {f"optimizer.{name}": "optimizer.betas" for name in BETAS_NAMES[1:]}
 ALIASES |= {f"optimizer.{name}": "optimizer.eps" for name in EPS_NAMES[1:]}
 """Other accepted spellings of a dotted field."""
@@ -115,6 +117,13 @@ def clip_threshold(value: Any) -> Any:
     raise ConfigError(f"{why}; the largest gradient norm must be > 0", fix="write null to measure without clipping")
 
 
+def power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        nearest = 2.0 ** round(math.log2(value))
+        raise ConfigError(f"{value:g} is no power of two, so it would round every gradient", fix=f"write {nearest:g}")
+    return value
+
+
 def shard_degree(value: int) -> int:
     if value == 0:
         raise ConfigError("0 ranks cannot hold a shard", fix="write -1 for all data-parallel ranks, or 1 not to shard")
@@ -161,6 +170,7 @@ Int = Annotated[int, BeforeValidator(whole)]
 Count = Annotated[int, BeforeValidator(whole), Gt(0)]
 Natural = Annotated[int, BeforeValidator(whole), Ge(0)]
 Positive = Annotated[float, Gt(0)]
+PowerOfTwo = Annotated[Positive, AfterValidator(power_of_two)]
 NonNegative = Annotated[float, Ge(0)]
 Ratio = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]

@@ -298,7 +298,7 @@ def _take_unavailable(data: dict[str, Any]) -> list[ConfigError]:
 def _take_foreign(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Remove the fields of `FOREIGN`; gives each with its reason."""
     for holder, key, name in _leaves(data):
-        if name not in FIELDS and (reason := foreign_reason(name)):
+        if ALIASES.get(name, name) not in FIELDS and (reason := foreign_reason(name)):
             del holder[key]
             yield name, reason
 

@@ -76,6 +76,13 @@ class OptimizerConfig(Section):
     an AdamW update, so that learning rate and weight decay tuned for AdamW fit; null = 0.2."""
     adamw_include: list[Text] | None = None
     """`Muon`: matrices left to AdamW: exact names, substrings or wildcards; null = embeddings and output layers."""
+    master_weights: Literal["float32", "stochastic_rounding", "none"] = "float32"
+    """What an update smaller than the storage dtype can hold becomes, of weights stored in bfloat16 or float16:
+    `float32`: master copies keep it, 4 bytes a parameter; `stochastic_rounding` (bfloat16): the weight moves with the
+    probability that keeps its mean, without a copy; `none`: it is lost, and small learning rates stop training."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Moments between two updates (`AdamW`): `bfloat16`: half the memory, rounded stochastically; `int8`: a quarter, in
+    blocks of 256 (torchao, `pip install "samestep[lowbit]"`), not with sharded weights. Arithmetic is in float32."""
     weight_decay: NonNegative = 0.01
     """Weight decay: decoupled, times the learning rate each update; `SGD` adds it to the gradient (L2) instead."""
     weight_decay_include: list[Text] | None = None
@@ -86,6 +93,12 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _fields_fit_type(self) -> OptimizerConfig:
         refuse_idle("optimizer", self, self.type, OPTIMIZER_FIELDS)
+        if self.state_dtype != "float32" and self.type != "AdamW":
+            raise ConfigError(
+                f"only AdamW can keep its state in {self.state_dtype}; {self.type} keeps float32",
+                field="optimizer.state_dtype",
+                fix="write float32, or type: AdamW",
+            )
         if self.type == "SGD" and self.nesterov and not self.momentum:
             raise ConfigError(
                 "Nesterov momentum needs a momentum", field="optimizer.nesterov", fix="write `momentum: 0.9` as well"

@@ -6,13 +6,15 @@ MindFormers PyNative file, so that such a file runs unchanged; `foreign.py` list
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from samestep.config.kinds import (
     EPSILON_NAMES,
+    ROUTER_NAMES,
     BelowOne,
     Between,
     Count,
@@ -24,6 +26,7 @@ from samestep.config.kinds import (
     NonNegative,
     Paths,
     Positive,
+    PowerOfTwo,
     Section,
     Text,
     WideDtype,
@@ -71,6 +74,57 @@ class TokenizerConfig(Section):
         return self
 
 
+class LossScaleConfig(Section):
+    """What losses are multiplied by before their backward pass where a dtype is float16, so that small gradients do not
+    vanish; updates and all numbers shown are without it. A plain number is a `fixed` scale. All scales and factors are
+    powers of two, by which nothing is rounded."""
+
+    fixed: PowerOfTwo | None = None
+    """A scale that never changes; null = follow the gradients, by the other fields."""
+    init: PowerOfTwo = 65536.0
+    """Scale of the first step."""
+    growth_factor: Annotated[PowerOfTwo, Gt(1)] = 2.0
+    """What the scale is multiplied by after `growth_interval` steps without overflow."""
+    backoff_factor: Annotated[PowerOfTwo, Lt(1)] = 0.5
+    """What the scale is multiplied by when gradients overflow; that step is skipped."""
+    growth_interval: Count = 2000
+    """Steps without overflow until the scale grows."""
+    min_scale: PowerOfTwo = 1.0
+    """The scale falls no lower; from there on an overflow counts for `training.max_consecutive_skipped_steps`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number_is_fixed(cls, data: Any) -> Any:
+        if not isinstance(data, int | float) or isinstance(data, bool):
+            return data
+        if not 0 < data < math.inf:
+            raise ConfigError(f"{data} is no scale", fix="write a number > 0, or remove it")
+        return {"fixed": data}
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        defaults = type(self).model_fields
+        moved = [name for name in defaults if name != "fixed" and getattr(self, name) != defaults[name].default]
+        if self.fixed is not None and moved:
+            raise ConfigError(
+                "it has no effect on a fixed scale",
+                field=f"training.loss_scale.{moved[0]}",
+                fix="remove it, or write fixed: null",
+            )
+        if self.init < self.min_scale:
+            raise ConfigError(
+                f"{self.init} is below min_scale {self.min_scale}",
+                field="training.loss_scale.init",
+                fix=f"write {self.min_scale} or more",
+            )
+        return self
+
+    @property
+    def first(self) -> float:
+        """Scale of the first step."""
+        return self.init if self.fixed is None else self.fixed
+
+
 class TrainingConfig(Section):
     """The optimizer step and how many of them."""
 
@@ -105,14 +159,21 @@ class TrainingConfig(Section):
     drop them, or refuse to start."""
     last_batch: Literal["use", "drop"] = "use"
     """The short global batch at the end of the data: use it or drop it."""
-    micro_batch: Literal["padded", "packed"] = "padded"
-    """Lay samples out padded to the longest, or end to end with block-diagonal attention; the step is the same."""
+    micro_batch: Literal["padded", "packed"] | None = None
+    """Lay samples out padded to the longest, or end to end with block-diagonal attention; the step is the same. Null =
+    packed, unless all samples have one length (`train_dataset.rows: cut`)."""
     exact: bool = False
     """Make every update equal to the bit, however the batch is spread over micro-batches, accumulation and
     data-parallel ranks: each sample is a pass of its own, and all sums are of integers. Slower for short rows; needs
     weights that are not sharded, and gradients in float32."""
     z_loss_weight: NonNegative = 0.0
     """Weight of the squared log-partition (z-loss) added to the loss; 0 = off."""
+    cast_weights: Literal["auto", "once_per_step", "every_micro_batch"] = "auto"
+    """When weights are cast to a 16-bit `model.compute_dtype` in which they are not stored: once a step, which takes 2
+    bytes a weight, or in every pass; the numbers are the same. `auto`: once, where several micro-batches make a step
+    and the plan finds memory for it. Sharded and compiled layers always cast in every pass."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Scale of the loss in float16."""
     rampup_batch_size: Annotated[list[Natural], MinLen(3), MaxLen(3)] | None = None
     """Grow the global batch: `[start, increment, samples]`."""
 
@@ -381,7 +442,10 @@ class ModelConfig(Section):
     initializer_range: Positive = 0.02
     """Standard deviation of initial weights."""
     params_dtype: Dtype = "float32"
-    """Stored weights. `bfloat16` and `float16` weights get float32 master copies."""
+    """Stored weights. `bfloat16` and `float16` weights get float32 master copies unless `optimizer.master_weights` says
+    otherwise."""
+    embedding_params_dtype: Dtype | None = None
+    """Stored embedding tables, of tokens and of learned positions, and a head tied to them; null = `params_dtype`."""
     compute_dtype: Dtype = "bfloat16"
     """Matrix products."""
     layernorm_compute_dtype: Dtype = "float32"
@@ -390,12 +454,19 @@ class ModelConfig(Section):
     """Attention softmax."""
     rotary_dtype: Dtype = "float32"
     """Rotary position encoding."""
+    router_dense_type: Dtype | None = Field(None, validation_alias=AliasChoices(*ROUTER_NAMES))
+    """Router of a mixture of experts; refused for a model without one. Also accepted: `moe_router_dtype`."""
     gradient_dtype: WideDtype = "float32"
     """Accumulated gradients: float32 or float64."""
     reduce_dtype: WideDtype = "float32"
     """Gradient sums between ranks: float32 or float64."""
     loss_dtype: WideDtype = "float32"
     """Losses and their sums: float32 or float64."""
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether anything is stored or computed in float16."""
+        return any(getattr(self, name) == "float16" for name in type(self).model_fields if name.endswith("dtype"))
 
 
 class CheckpointConfig(Section):
@@ -498,6 +569,14 @@ class MonitorConfig(Section):
     """MLflow."""
     train_state: TrainStateConfig = TrainStateConfig()
     """Extra numbers of each step."""
+    watch_steps: Natural = 20
+    """Updates after which a warning names trained parameters of which no bit has changed; 0 = do not look."""
+    loss_spike_zscore: NonNegative = 6.0
+    """Warn of a loss so many standard deviations above the median of the last 50 steps, at most once in 50 steps; the
+    deviation is 1.4826 x their median absolute deviation, and 1 % of the median at least; 0 = do not look."""
+    check_finite: bool = False
+    """When a step is skipped because its norm is not finite, run its micro-batches forward once more to name the first
+    module whose output is not finite."""
 
 
 class RecomputeConfig(Section):
@@ -614,6 +693,11 @@ class Config(Section):
     callbacks: list[Any] = []  # noqa: RUF012 (pydantic copies it)
     """Registered callbacks."""
 
+    @property
+    def micro_batch(self) -> Literal["padded", "packed"]:
+        """How samples are laid into micro-batches."""
+        return self.training.micro_batch or ("padded" if self.train_dataset.rows == "cut" else "packed")
+
     @model_validator(mode="after")
     def _one_source_of_validation_data(self) -> Config:
         if self.eval_dataset.path is not None and self.train_dataset.split is not None:
@@ -625,6 +709,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _masters_have_weights(self) -> Config:
+        choice = self.optimizer.master_weights
+        stored = {self.model.params_dtype, self.model.embedding_params_dtype or self.model.params_dtype}
+        if choice != "float32" and not stored & {"bfloat16", "float16"}:
+            raise ConfigError(
+                f"{choice} has no effect: no weight is stored in bfloat16 or float16, and only those have masters",
+                field="optimizer.master_weights",
+                fix="remove it, or write model.params_dtype: bfloat16",
+            )
+        if choice == "stochastic_rounding" and "float16" in stored:
+            raise ConfigError(
+                "stochastic rounding is for bfloat16, but weights are stored in float16",
+                field="optimizer.master_weights",
+                fix="write float32, or model.params_dtype: bfloat16",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _exact_kernels_are_fixed(self) -> Config:
         if self.training.exact and self.compile:
             raise ConfigError(
@@ -632,6 +734,24 @@ class Config(Section):
                 "others, which `training.exact: true` rules out",
                 field="compile",
                 fix="write false, or training.exact: false",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float16_is_scaled(self) -> Config:
+        """float16 takes a loss scale, which nothing else does, and which exact mode does not."""
+        if self.model.has_float16 and self.training.exact:
+            raise ConfigError(
+                "float16 needs a scaled loss, and the unit of the integers in which `training.exact: true` adds "
+                "gradients is made for losses as they are",
+                field="training.exact",
+                fix="write false, or bfloat16 for float16",
+            )
+        if not self.model.has_float16 and self.training.loss_scale != LossScaleConfig():
+            raise ConfigError(
+                "it has no effect: only float16 needs a scaled loss, and no dtype of the model is float16",
+                field="training.loss_scale",
+                fix="remove it, or write model.compute_dtype: float16",
             )
         return self
 

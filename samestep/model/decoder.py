@@ -41,7 +41,8 @@ class LossHead(nn.Module):
     def __init__(self, spec: ModelSpec, precision: Precision):
         super().__init__()
         self.precision = precision
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=precision.params))
+        storage = precision.embedding if spec.tied else precision.params
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=storage))
 
     def forward(
         self, hidden_BSC: torch.Tensor, labels_BS: torch.Tensor, z_loss_weight: float
@@ -127,6 +128,10 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """What a parameter is stored in, whatever dtype its shards have."""
+        return self.precision.embedding if name.startswith("embed_") else self.precision.params
+
     def losses(self, batch: Batch, z_loss_weight: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `loss_head` gives for a micro-batch: forward pass and head in one call."""
         return self.loss_head(self._outputs(batch).hidden, batch.labels, z_loss_weight)
@@ -182,11 +187,11 @@ class Decoder(nn.Module):
 
     def _rows(self, table: nn.Embedding, ids_BS: torch.Tensor) -> torch.Tensor:
         # Widened before the look-up: its backward adds up all occurrences of a row in the dtype of the table.
-        return F.embedding(ids_BS, table.weight.to(wide(self.precision.params)))
+        return F.embedding(ids_BS, table.weight.to(wide(self.precision.embedding)))
 
 
 def _table(rows: int, spec: ModelSpec, precision: Precision) -> nn.Embedding:
-    weight = torch.empty(rows, spec.hidden_size, dtype=precision.params)
+    weight = torch.empty(rows, spec.hidden_size, dtype=precision.embedding)
     return nn.Embedding(rows, spec.hidden_size, _weight=weight)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from samestep.ops import Precision, linear
+from samestep.ops.precision import is_narrow
 
 
 class Linear(nn.Module):
@@ -14,8 +18,24 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, precision: Precision, bias: bool = False):
         super().__init__()
         self.compute_dtype = precision.compute
+        self.cast: torch.Tensor | None = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=precision.params))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=precision.params)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, self.compute_dtype)
+        return linear(x, self.weight, self.bias, self.compute_dtype, rounded_OI=self.cast)
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of linear layers are cast to the compute dtype once, not in every pass; they must not
+    change. Takes the memory of these copies."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    try:
+        for layer in layers:
+            if is_narrow(layer.compute_dtype) and layer.weight.dtype != layer.compute_dtype:
+                layer.cast = layer.weight.detach().to(layer.compute_dtype)
+        yield
+    finally:
+        for layer in layers:
+            layer.cast = None

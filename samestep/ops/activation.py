@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
+from samestep.ops.dispatch import reference_ops, use_triton
 from samestep.ops.precision import wide
 
 
@@ -36,6 +37,8 @@ class GELU(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
+        if reference_ops():
+            return reference_gelu(x, self.approximate)
         return F.gelu(x, approximate=self.approximate)
 
     def extra_repr(self) -> str:
@@ -55,6 +58,9 @@ class SiLU(nn.Module):
         self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
+        if reference_ops():
+            # Of a copy where x is overwritten: the twin keeps its input for the backward pass.
+            return x.copy_(reference_silu(x.clone())) if self.inplace else reference_silu(x)
         return F.silu(x, inplace=self.inplace)
 
     def extra_repr(self) -> str:
@@ -68,6 +74,10 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
+        if use_triton(gate.device, gate.dtype):
+            from samestep.ops import triton_kernels  # late: needs Triton
+
+            return triton_kernels.swiglu(gate, up, limit)
         # silu of a float32 copy for low dtypes: rounding silu(gate) before the product would double the error.
         gate_wide = gate.to(wide(gate.dtype))
         if limit is not None:
@@ -79,6 +89,10 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dtype, limit = gate.dtype, ctx.limit
+        if use_triton(gate.device, dtype):
+            from samestep.ops import triton_kernels
+
+            return *triton_kernels.swiglu_backward(grad, gate, up, limit), None
         gate, grad = gate.to(wide(dtype)), grad.to(wide(dtype))
         if limit is not None:
             up = up.to(wide(dtype))
@@ -110,6 +124,8 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
         )
     if limit is not None and not limit > 0:
         raise ValueError(f"limit {limit} is not above 0")
+    if reference_ops():
+        return reference_swiglu(gate, up, limit)
     return _SwiGlu.apply(gate, up, limit)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from samestep.ops.dispatch import reference_ops
 from samestep.ops.dropout import attention_dropout_mask
 from samestep.ops.precision import wide
 
@@ -70,7 +71,7 @@ def attention(
     """
     _check_shapes(q_BSHD, k_BTKD, v_BTKD, spans, window)
     softmax_dtype = wide(q_BSHD.dtype) if softmax_dtype is None else softmax_dtype
-    if dropout_p > 0 or softmax_dtype != wide(q_BSHD.dtype):
+    if reference_ops() or dropout_p > 0 or softmax_dtype != wide(q_BSHD.dtype):
         return reference_attention(
             q_BSHD,
             k_BTKD,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
+from samestep.ops.dispatch import reference_ops, use_triton
 from samestep.ops.precision import linear, rounded, wide, wide_matmul
 
 # What a chunk of logits takes at most, with its derivative if they are capped. A GPU reads and writes the whole weight
@@ -75,6 +76,19 @@ def linear_cross_entropy(
     """
     _check(hidden_TD, weight_VD, labels_T, ignore_index)
     _check_terms(labels_T, weights_T, label_smoothing, softcap)
+    if reference_ops():
+        return reference_linear_cross_entropy(
+            hidden_TD,
+            weight_VD,
+            labels_T,
+            compute_dtype=compute_dtype,
+            z_loss_weight=z_loss_weight,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            weights_T=weights_T,
+            ignore_index=ignore_index,
+            loss_dtype=loss_dtype,
+        )
     return _LinearCrossEntropy.apply(
         hidden_TD,
         weight_VD,
@@ -118,14 +132,29 @@ def _check_terms(labels_T: Tensor, weights_T: Tensor | None, label_smoothing: fl
 
 
 def _token_losses_(
-    logits_CV: Tensor, labels_C1: Tensor, weights_C1: Tensor | float, terms: _Terms, want_gradient: bool
+    logits_CV: Tensor, labels_C1: Tensor, weights_C1: Tensor | None, terms: _Terms, gradient_CV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and logsumexp [C, 1] of each token, unweighted. The one buffer `logits_CV` holds logits, then their
-    exponentials, and in the end, if wanted, the gradient of `total` by the logits before the cap."""
+    """Cross-entropy and logsumexp [C, 1] of each token, unweighted. `logits_CV` is overwritten.
+
+    `gradient_CV` receives the gradient of `total` by the logits before the cap. It may be `logits_CV`, which then holds
+    logits, their exponentials and the gradient in turn; None: no gradient is wanted.
+    """
+    if use_triton(logits_CV.device, logits_CV.dtype):
+        from samestep.ops import triton_kernels  # late: needs Triton
+
+        return triton_kernels.token_losses_(
+            logits_CV,
+            labels_C1,
+            weights_C1,
+            gradient_CV,
+            z_loss_weight=terms.z_loss_weight,
+            label_smoothing=terms.label_smoothing,
+            softcap=terms.softcap,
+        )
     slope_CV = None
     if terms.softcap is not None:
         logits_CV.div_(terms.softcap).tanh_()
-        slope_CV = logits_CV.square().neg_().add_(1) if want_gradient else None
+        slope_CV = logits_CV.square().neg_().add_(1) if gradient_CV is not None else None
         logits_CV.mul_(terms.softcap)
     smoothing = terms.label_smoothing
     expected_C1 = logits_CV.gather(1, labels_C1)
@@ -135,14 +164,17 @@ def _token_losses_(
     exponentials_CV = logits_CV.sub_(largest_C1).exp_()
     total_C1 = exponentials_CV.sum(1, keepdim=True)
     logsumexp_C1 = total_C1.log().add_(largest_C1)
-    if want_gradient:
-        scale_C1 = (1 + 2 * terms.z_loss_weight * logsumexp_C1) * weights_C1
-        gradient_CV = exponentials_CV.mul_(scale_C1 / total_C1)
-        gradient_CV.scatter_(1, labels_C1, gradient_CV.gather(1, labels_C1) - (1 - smoothing) * weights_C1)
+    if gradient_CV is not None:
+        token_C1 = 1.0 if weights_C1 is None else weights_C1
+        scale_C1 = (1 + 2 * terms.z_loss_weight * logsumexp_C1) * token_C1
+        exact_CV = exponentials_CV.mul_(scale_C1 / total_C1)
+        exact_CV.scatter_(1, labels_C1, exact_CV.gather(1, labels_C1) - (1 - smoothing) * token_C1)
         if smoothing:
-            gradient_CV.sub_(weights_C1 * (smoothing / logits_CV.shape[1]))
+            exact_CV.sub_(token_C1 * (smoothing / logits_CV.shape[1]))
         if slope_CV is not None:
-            gradient_CV.mul_(slope_CV)
+            exact_CV.mul_(slope_CV)
+        if gradient_CV is not exact_CV:
+            gradient_CV.copy_(exact_CV)
     return logsumexp_C1 - expected_C1, logsumexp_C1
 
 
@@ -171,7 +203,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         want_hidden = grad_enabled and ctx.needs_input_grad[0]
         want_weight = grad_enabled and ctx.needs_input_grad[1]
         dhidden_TD = torch.zeros(hidden_TD.shape, dtype=sum_dtype, device=device) if want_hidden else None
-        dweight_VD = torch.zeros(weight_VD.shape, dtype=sum_dtype, device=device) if want_weight else None
+        dweight_VD: Tensor | None = None
 
         counts_T = labels_T != ignore_index
         if weights_T is not None:
@@ -196,23 +228,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits_CV = wide_matmul(hidden_CD, head_VD.t())
             else:
                 logits_CV = torch.mm(hidden_CD, head_VD.t(), out=room_CV[: len(tokens_C)])
+            dlogits_CV = None
+            if want_hidden or want_weight:
+                dlogits_CV = torch.empty_like(logits_CV, dtype=operand) if low else logits_CV
             cross_entropy_N1[chunk], logsumexp_N1[chunk] = _token_losses_(
                 logits_CV,
                 labels_N1[chunk],
-                1.0 if weights_N1 is None else weights_N1[chunk],
+                None if weights_N1 is None else weights_N1[chunk],
                 terms,
-                want_hidden or want_weight,
+                dlogits_CV,
             )
-            if dhidden_TD is None and dweight_VD is None:
+            if dlogits_CV is None:
                 continue
-            dlogits_CV = logits_CV.to(operand)
             if dhidden_TD is not None:
                 dhidden_TD.index_copy_(0, tokens_C, wide_matmul(dlogits_CV, head_VD))
-            if dweight_VD is not None:
-                if low:
+            if want_weight:
+                if dweight_VD is None:
+                    dweight_VD = wide_matmul(dlogits_CV.t(), hidden_CD)
+                elif low:
                     dweight_VD.add_(wide_matmul(dlogits_CV.t(), hidden_CD))
                 else:
                     dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
+        if want_weight and dweight_VD is None:
+            dweight_VD = torch.zeros(weight_VD.shape, dtype=sum_dtype, device=device)
 
         squares_N1 = logsumexp_N1.square()
         if weights_N1 is not None:

@@ -61,6 +61,11 @@ def random_key(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
+def random_words(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """int64 [count]: the random words with the numbers `first`, `first + 1`, ... of a key."""
+    return _mix_(torch.arange(first, first + count, device=device).mul_(_GAMMA).add_(key))
+
+
 def token_keys(sample_ids_BS: Tensor, document_ids_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
     """int64 `[B, S]`: one hash a token, from its sample, its document in the sample, its position in the document."""
     keys_BS = torch.zeros_like(position_ids_BS, dtype=torch.int64)

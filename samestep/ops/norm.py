@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import ConfigError
+from samestep.ops.dispatch import reference_ops, use_triton
 from samestep.ops.precision import wide
+
+_LARGEST_ROW = 32768
+"""Features that one program of a kernel can hold."""
+
+
+def _in_kernels(x: Tensor, weight_D: Tensor, compute: torch.dtype) -> bool:
+    return len(weight_D) <= _LARGEST_ROW and use_triton(x.device, x.dtype, weight_D.dtype, compute)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -23,18 +31,28 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, compute: torch.dtype) -> Tensor:
+        ctx.compute = compute
+        if _in_kernels(x, weight_D, compute):
+            from samestep.ops import triton_kernels  # late: needs Triton
+
+            y, scale = triton_kernels.rms_norm(x, weight_D, eps, compute)
+            ctx.save_for_backward(x, weight_D, scale)
+            return y
         math = wide(compute)
         x_wide = x.to(compute).to(math)
         scale = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         y = (x_wide * scale).mul_(weight_D.to(compute))
         ctx.save_for_backward(x, weight_D, scale)
-        ctx.compute = compute
         return y.to(compute).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, scale = ctx.saved_tensors
+        if _in_kernels(x, weight_D, ctx.compute):
+            from samestep.ops import triton_kernels
+
+            return *triton_kernels.rms_norm_backward(grad, x, weight_D, scale, ctx.compute), None, None
         math = scale.dtype
         unit = x.to(ctx.compute).to(math) * scale
         grad = grad.to(math)
@@ -87,28 +105,8 @@ class _Norm(nn.Module, ABC):
         return f"{self.dim}, eps={self.eps}, compute_dtype={self.compute_dtype}"
 
 
-class FusedRMSNorm(_Norm):
-    """`x / sqrt(mean(x^2) + eps) * weight` (Zhang and Sennrich 2019, eq. 4)."""
-
-    def _normalize(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return _RMSNormFunction.apply(x, self.weight, self.eps, self.compute_dtype)
-        c = self.compute_dtype
-        return F.rms_norm(x.to(c), (self.dim,), self.weight.to(c), self.eps).to(x.dtype)
-
-
-class FusedLayerNorm(_Norm):
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, biased variance (Ba et al. 2016, eq. 4)."""
-
-    has_bias = True
-
-    def _normalize(self, x: Tensor) -> Tensor:
-        c = self.compute_dtype
-        return F.layer_norm(x.to(c), (self.dim,), self.weight.to(c), self.bias.to(c), self.eps).to(x.dtype)
-
-
 class RMSNorm(_Norm):
-    """Twin of `FusedRMSNorm` in plain arithmetic."""
+    """`x / sqrt(mean(x^2) + eps) * weight` (Zhang and Sennrich 2019, eq. 4), in plain arithmetic: the twin."""
 
     def _normalize(self, x: Tensor) -> Tensor:
         c, math = self.compute_dtype, wide(self.compute_dtype)
@@ -118,7 +116,7 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Twin of `FusedLayerNorm` in plain arithmetic."""
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, biased variance (Ba et al. 2016, eq. 4): the twin."""
 
     has_bias = True
 
@@ -128,6 +126,28 @@ class LayerNorm(_Norm):
         centred = x_wide - x_wide.mean(-1, keepdim=True)
         unit = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + self.eps)
         return (unit * self.weight.to(c).to(math) + self.bias.to(c).to(math)).to(c).to(x.dtype)
+
+
+class FusedRMSNorm(RMSNorm):
+    """`RMSNorm` in one operator."""
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        if reference_ops():
+            return super()._normalize(x)
+        if x.device.type == "cpu" or _in_kernels(x, self.weight, self.compute_dtype):
+            return _RMSNormFunction.apply(x, self.weight, self.eps, self.compute_dtype)
+        c = self.compute_dtype
+        return F.rms_norm(x.to(c), (self.dim,), self.weight.to(c), self.eps).to(x.dtype)
+
+
+class FusedLayerNorm(LayerNorm):
+    """`LayerNorm` in one operator."""
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        if reference_ops():
+            return super()._normalize(x)
+        c = self.compute_dtype
+        return F.layer_norm(x.to(c), (self.dim,), self.weight.to(c), self.bias.to(c), self.eps).to(x.dtype)
 
 
 _CLASSES: dict[tuple[str, bool], type[_Norm]] = {

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
+from samestep.ops.dispatch import reference_ops
 
 _DTYPES = {
     "float32": torch.float32,
@@ -72,6 +73,7 @@ class Precision:
         gradient: accumulation of the gradients.
         reduce: reduction of the gradients over ranks.
         loss: logits, their softmax and the loss.
+        embedding: storage of the embedding tables, of a head tied to them too; None = `params`.
     """
 
     params: torch.dtype = torch.float32
@@ -82,6 +84,11 @@ class Precision:
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     loss: torch.dtype = torch.float32
+    embedding: torch.dtype = None  # type: ignore[assignment]  # filled in below
+
+    def __post_init__(self) -> None:
+        if self.embedding is None:
+            object.__setattr__(self, "embedding", self.params)
 
     @classmethod
     def from_config(cls, model_config: Any) -> Precision:
@@ -113,6 +120,7 @@ _CONFIG_FIELDS = {
     "gradient": "gradient_dtype",
     "reduce": "reduce_dtype",
     "loss": "loss_dtype",
+    "embedding": "embedding_params_dtype",
 }
 
 
@@ -138,16 +146,22 @@ class _LowLinear(torch.autograd.Function):
     """A linear layer whose operands are rounded to bfloat16 or float16 and whose sums are formed in float32.
 
     The product is rounded once, to `out_dtype`. Saved for backward: x in the compute dtype and the weight itself (its
-    rounded copy is made again). The weight gradient reaches a float32 weight without a rounding on the way, so that
-    accumulation over micro-batches adds float32 numbers.
+    rounded copy is made again, unless the caller keeps one). The weight gradient reaches a float32 weight without a
+    rounding on the way, so that accumulation over micro-batches adds float32 numbers.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, compute: torch.dtype, out: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        compute: torch.dtype,
+        out: torch.dtype,
+        rounded_OI: Tensor | None,
     ) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1]).to(compute)
-        weight_IO = weight_OI.to(compute).t()
+        weight_IO = (weight_OI.to(compute) if rounded_OI is None else rounded_OI).t()
         bias = None if bias_O is None else bias_O.to(compute)
         if out == compute and has_native_matmul(compute, x.device):
             product_NO = F.linear(x_NI, weight_IO.t(), bias)
@@ -156,7 +170,7 @@ class _LowLinear(torch.autograd.Function):
             if bias is not None:
                 product_NO += bias
         ctx.save_for_backward(x_NI, weight_OI)
-        ctx.x_like = (x.shape, x.dtype)
+        ctx.x_like, ctx.rounded_OI = (x.shape, x.dtype), rounded_OI
         ctx.bias_dtype = None if bias_O is None else bias_O.dtype
         return product_NO.to(out).view(*x.shape[:-1], weight_OI.shape[0])
 
@@ -175,13 +189,14 @@ class _LowLinear(torch.autograd.Function):
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             multiply = _matmul if dtype == operand else wide_matmul
-            dx = multiply(grad_NO, weight_OI.to(compute).to(operand)).to(dtype).view(shape)
+            rounded_OI = weight_OI.to(compute) if ctx.rounded_OI is None else ctx.rounded_OI
+            dx = multiply(grad_NO, rounded_OI.to(operand)).to(dtype).view(shape)
         if ctx.needs_input_grad[1]:
             multiply = _matmul if weight_OI.dtype == operand else wide_matmul
             dweight = multiply(grad_NO.t(), x_NI.to(operand)).to(weight_OI.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad_NO.sum(0, dtype=wide(operand)).to(ctx.bias_dtype)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 def linear(
@@ -191,6 +206,7 @@ def linear(
     compute_dtype: torch.dtype,
     *,
     out_dtype: torch.dtype | None = None,
+    rounded_OI: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` with all three rounded to `compute_dtype` first.
 
@@ -203,14 +219,17 @@ def linear(
         bias_O: or None.
         compute_dtype: dtype of the operands.
         out_dtype: dtype of the result; `compute_dtype` unless told. A wider one keeps the product unrounded.
+        rounded_OI: the weight in `compute_dtype` (bfloat16 or float16) where the caller has it already.
 
     Returns:
         `[..., O]`. Gradients come in the dtype of their inputs; those of the parameters are not rounded to a dtype
         narrower than the parameter's.
     """
     out_dtype = compute_dtype if out_dtype is None else out_dtype
+    if reference_ops():
+        return reference_linear(x, weight_OI, bias_O, compute_dtype, out_dtype=out_dtype)
     if is_narrow(compute_dtype):
-        return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype)
+        return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype, rounded_OI)
     bias = None if bias_O is None else bias_O.to(compute_dtype)
     return F.linear(x.to(compute_dtype), weight_OI.to(compute_dtype), bias).to(out_dtype)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.families import RopeScaling
+from samestep.ops.dispatch import reference_ops, use_triton
 from samestep.ops.precision import wide
 
 
@@ -115,7 +116,13 @@ def _yarn(exponents_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     return 1.0 / (scaling.factor * powers_R) * (1 - kept_R) + 1.0 / powers_R * kept_R
 
 
-def _rotate(x_BSHD: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, direction: float) -> Tensor:
+def _rotate(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor, direction: float) -> Tensor:
+    # Tables of a low dtype ask for arithmetic that rounds to it, which the kernel does not do.
+    if cos_PR.dtype is torch.float32 and use_triton(x_BSHD.device, x_BSHD.dtype):
+        from samestep.ops import triton_kernels  # late: needs Triton
+
+        return triton_kernels.rope(x_BSHD, cos_PR, sin_PR, position_ids_BS, direction)
+    cos_BS1R, sin_BS1R = cos_PR[position_ids_BS].unsqueeze(2), sin_PR[position_ids_BS].unsqueeze(2)
     x_BSHD, dtype = x_BSHD.to(cos_BS1R.dtype), x_BSHD.dtype
     first, second = x_BSHD.chunk(2, -1)
     out_BSHD = x_BSHD.clone(memory_format=torch.contiguous_format)
@@ -131,14 +138,13 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> Tensor:
         ctx.save_for_backward(cos_PR, sin_PR, position_ids_BS)
-        return _rotate(x_BSHD, cos_PR[position_ids_BS].unsqueeze(2), sin_PR[position_ids_BS].unsqueeze(2), 1.0)
+        return _rotate(x_BSHD, cos_PR, sin_PR, position_ids_BS, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHD: Tensor) -> tuple[Tensor | None, ...]:
         cos_PR, sin_PR, position_ids_BS = ctx.saved_tensors
-        turned = _rotate(grad_BSHD, cos_PR[position_ids_BS].unsqueeze(2), sin_PR[position_ids_BS].unsqueeze(2), -1.0)
-        return turned, None, None, None
+        return _rotate(grad_BSHD, cos_PR, sin_PR, position_ids_BS, -1.0), None, None, None
 
 
 def apply_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> Tensor:
@@ -155,10 +161,12 @@ def apply_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: 
 
     Raises:
         ValueError: the head dimension does not fit the tables.
-        IndexError: a position beyond the tables (on a CPU).
+        IndexError: a position beyond the tables (on a CPU; a kernel on a GPU makes the token NaN).
     """
     if x_BSHD.shape[-1] != 2 * cos_PR.shape[-1]:
         raise ValueError(f"head dimension {x_BSHD.shape[-1]} does not fit tables of {cos_PR.shape[-1]} pairs")
+    if reference_ops():
+        return reference_rope(x_BSHD, cos_PR, sin_PR, position_ids_BS)
     return _Rope.apply(x_BSHD, cos_PR, sin_PR, position_ids_BS)
 
 

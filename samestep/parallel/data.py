@@ -7,6 +7,7 @@ the count of the global batch.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -41,7 +42,8 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
     weights have memory (on the `meta` device), so that no rank ever holds all of them.
 
     Weights to be stored in 16 bits have their float32 masters as shards, and are rounded when they are gathered: FSDP
-    would round the sum of the gradients to the dtype of the shards.
+    would round the sum of the gradients to the dtype of the shards. A unit is gathered in one dtype, so where the
+    embedding is stored in another one, last norm and head are units of their own.
     """
     if mesh.weights is None:
         return
@@ -49,19 +51,26 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
     # is the first thing that the backward needs.
     free = {"default": (True, False), "always": (True, True), "never": (False, False)}
     free_layer, free_rest = free[parallelism.reshard_after_forward_policy]
-    gathered = precision.params if is_narrow(precision.params) else None
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=precision.reduce, cast_forward_inputs=False)
-    if gathered is not None:
-        model.float()
+    for name, parameter in model.named_parameters():
+        if is_narrow(model.stored_dtype(name)):
+            parameter.data = parameter.data.float()
     pin = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if parallelism.cpu_offload else OffloadPolicy()
-    units = [(layer, free_layer) for layer in model.layers.values()] + [(model, free_rest)]
-    for unit, free_after_forward in units:
+    units = [(layer, free_layer, precision.params) for layer in model.layers.values()]
+    if precision.embedding != precision.params:
+        ends = [model.norm] if model.spec.tied else [model.norm, model.loss_head]
+        units += [(end, free_rest, precision.params) for end in ends]
+    units += [(model, free_rest, precision.embedding)]
+    for unit, free_after_forward, stored in units:
         fully_shard(
             unit,
             mesh=mesh.weights,
             reshard_after_forward=free_after_forward,
-            mp_policy=policy,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=stored if is_narrow(stored) else None,
+                reduce_dtype=precision.reduce,
+                cast_forward_inputs=False,
+            ),
             offload_policy=offload,
         )
     register_fsdp_forward_method(model, "losses")
@@ -95,6 +104,23 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_element(tensor: torch.Tensor) -> int:
+    """Place of the first element that this rank holds in the whole tensor, row by row; rows are split evenly, in the
+    order of the ranks, the last ones shorter."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    first, rows = 0, tensor.shape[0]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0)
+            part = -(-rows // tensor.device_mesh.size(axis))
+            start = min(rows, part * coordinate[axis])
+            first, rows = first + start, min(part, rows - start)
+    return first * math.prod(tensor.shape[1:])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,6 +193,7 @@ class Metrics:
             "mfu": rate * self._flops_per_token / self._peak_flops if self._peak_flops else None,
             "peak_memory_bytes": self.memory.bytes(),
             "skipped": report.skipped is not None,
+            **({} if report.loss_scale is None else {"loss_scale": report.loss_scale}),
             **({"ranks": _extremes(report.ranks)} if len(report.ranks) > 1 else {}),
             **({"terms": terms} if terms else {}),
             **{name: _finite_parts(value) for name, value in (extra or {}).items()},
@@ -201,7 +202,7 @@ class Metrics:
         due = [logger for logger in self._loggers if step % logger.interval == 0]
         if due:
             names = ("loss", "grad_norm", "clip_coefficient", "lr", "tokens_per_second", "peak_memory_bytes")
-            shown = {name: row[name] for name in names} | (dict(extra) if extra else {})
+            shown = {name: row[name] for name in (*names, "loss_scale") if name in row} | (dict(extra) if extra else {})
             self._send({f"train/{name}": value for name, value in _flat(shown)}, step, due)
 
     def evaluation(self, step: int, loss: float, targets: int, seconds: float) -> None:

@@ -57,12 +57,14 @@ class StepMonitor:
 
     def _watcher(self, name: str):
         def watch(gradient: torch.Tensor) -> None:
-            self._arriving[name] = square(gradient).sqrt()
+            self._arriving[name] = square(gradient).sqrt() / self._loss_scale
 
         return watch
 
-    def begin(self, batches: Sequence[Batch]) -> None:
-        """Forget the last step; `batches` are the micro-batches of the next."""
+    def begin(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> None:
+        """Forget the last step; `batches` are the micro-batches of the next, and their gradients come times
+        `loss_scale`."""
+        self._loss_scale = loss_scale
         lossy = self.settings.local_loss or self.settings.device_loss
         self._counts = [self.objective.counts(batch) for batch in batches] if lossy else []
         self._sums: list[dict[str, torch.Tensor]] = []

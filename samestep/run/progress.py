@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from samestep.config.kinds import DTYPE_NAMES
+from samestep.dtypes import KindDtypes
 from samestep.plan import Plan
 
 if TYPE_CHECKING:
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
 
 _SHOWN_MICRO_BATCHES = 8
 _HELD = ("parameters", "buffers", "gradients", "optimizer", "masters")
-_MOVED = ("gathered", "transfers")
+_MOVED = ("casts", "gathered", "transfers")
+_SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 
 
 def amount(value: float) -> str:
@@ -105,8 +109,25 @@ def show_plan(plan: Plan, console: Console) -> None:
     if hidden > 0:
         table.add_row("...", f"{hidden} more")
     console.print(table)
+    console.print(_dtype_table(plan.dtypes))
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _dtype_table(rows: Sequence[KindDtypes]) -> Table:
+    table = Table(title="dtypes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "weights", "compute", "gradients", "reduce", "masters", "state"):
+        table.add_column(heading)
+    for row in rows:
+        compute = _short(row.compute) if row.products is None else f"{_short(row.compute)} in {_short(row.products)}"
+        others = (row.gradients, row.reduction, row.masters, row.state)
+        table.add_row(row.kind, _short(row.weights), compute, *map(_short, others))
+    return table
+
+
+def _short(dtype: str | None) -> str:
+    """bfloat16 -> bf16."""
+    return "-" if dtype is None else _SHORT.get(dtype, dtype)
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

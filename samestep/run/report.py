@@ -21,11 +21,28 @@ from samestep.run.record import CONFIG_FILE, METRICS_FILE
 REPORT_FILE = "report.html"
 PLAN_FILE = "plan.json"
 
-COLUMNS = ("loss", "grad_norm", "clip_coefficient", "lr", "tokens_per_second", "peak_memory_bytes", "tokens")
+COLUMNS = (
+    "loss",
+    "grad_norm",
+    "clip_coefficient",
+    "lr",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "tokens",
+    "loss_scale",
+)
 COLORS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#8c6d31", "#17becf", "#555555")
-EVENTS = {"skipped_step": "skip", "checkpoint": "checkpoint", "resume": "resume", "warning": "warning"}
+EVENTS = {
+    "skipped_step": "skip",
+    "checkpoint": "checkpoint",
+    "resume": "resume",
+    "warning": "warning",
+    "still_weights": "warning",
+    "non_finite": "warning",
+    "loss_spike": "warning",
+}
 """Kinds of events on the time line -> how they are called there; any other kind is "other"."""
-KINDS = [*EVENTS.values(), "other"]
+KINDS = [*dict.fromkeys(EVENTS.values()), "other"]
 
 POINTS = 2400
 """Points of a curve, shared by the runs of a page: about as many as a screen has columns."""
@@ -247,7 +264,8 @@ def thin(places: np.ndarray, marks: int = MARKS) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one plot shows of every run; `smoothed` draws the mean over the raw numbers."""
+    """What one plot shows of every run; `smoothed` draws the mean over the raw numbers, `optional` leaves the plot out
+    where no run has any."""
 
     column: str
     title: str
@@ -256,6 +274,7 @@ class Curve:
     logarithmic: bool = False
     tick_format: str | None = None
     height: int = 260
+    optional: bool = False
 
 
 CURVES = (
@@ -264,6 +283,7 @@ CURVES = (
     Curve("lr", "learning rate"),
     Curve("tokens_per_second", "tokens / s", smoothed=True, tick_format="0.[0]a"),
     Curve("peak_memory_bytes", "peak memory, MiB", scale=2**-20, tick_format="0,0.[0]"),
+    Curve("loss_scale", "loss scale", logarithmic=True, optional=True),
 )
 
 
@@ -271,7 +291,8 @@ def _figures(runs: Sequence[Run]) -> list[Any]:
     from bokeh.models import DataRange1d
 
     steps = DataRange1d(range_padding=0.02)
-    drawn = [_draw_curve(curve, runs, steps) for curve in CURVES]
+    shown = [c for c in CURVES if not c.optional or not all(np.isnan(run.columns[c.column]).all() for run in runs)]
+    drawn = [_draw_curve(curve, runs, steps) for curve in shown]
     return [*drawn, _draw_events(runs, steps)]
 
 

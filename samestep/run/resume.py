@@ -17,6 +17,9 @@ FIXED = {
     "train_dataset.shuffle": "it orders the samples, so the place in the data would mean other samples",
     "optimizer.type": "the state of one optimizer means nothing to another",
     "model.params_dtype": "weights and optimizer state are stored in it",
+    "model.embedding_params_dtype": "the embedding and its optimizer state are stored in it",
+    "optimizer.master_weights": "without masters the weights have lost what masters would hold",
+    "optimizer.state_dtype": "the optimizer's state is stored in it",
     "model.gradient_dtype": "gradients are summed in it",
 }
 """Fields that no resume may change, and why."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ from samestep.families import parameter_shapes, resolve_model
 from samestep.model.activations import compile_layers, keep_in_cpu_memory, recompute
 from samestep.model.decoder import Decoder
 from samestep.model.init import initialize
+from samestep.model.linear import cast_once
 from samestep.model.weights import check_tensors
 from samestep.ops import Precision, random_key
 from samestep.ops.gradient_sink import ExactSink, GradientSink
@@ -33,6 +36,7 @@ from samestep.recompute import recomputed_modules
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE
 from samestep.step.objective import DecoderObjective
+from samestep.step.scaler import LossScaler
 from samestep.step.schedule import make_schedule
 from samestep.step.step import TrainStep
 from samestep.step.update import Updater
@@ -53,10 +57,10 @@ def micro_batches(
     training, ranks = config.training, mesh.layout.data_parallel
     usable = usable_samples(len(samples.rows), ranks * training.least_samples, training.remainder)
     lengths = rows.lengths()[samples.rows[:usable]].tolist()
-    table = split_samples(training, lengths, ranks, budget)
+    table = split_samples(config, lengths, ranks, budget)
     key = random_key(training.seed, step)
     own = table[mesh.data_rank]
-    batches = collate_groups(own, lambda i: rows[int(samples.rows[i])], samples.places, training.micro_batch, key)
+    batches = collate_groups(own, lambda i: rows[int(samples.rows[i])], samples.places, config.micro_batch, key)
     return fill_up(batches, max(map(len, table)), key)
 
 
@@ -101,23 +105,31 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precisio
     recompute(model, recomputed_modules(config.recompute, spec.num_layers))
     if config.swap.enable and mesh.device.type != "cpu":
         keep_in_cpu_memory(model)
+    stored: dict[torch.Tensor, torch.dtype] = {
+        parameter: model.stored_dtype(name) for name, parameter in model.named_parameters()
+    }
     initialize(
         model,
         config.training.seed,
         config.model.initializer_range,
-        lambda target, whole: place(target, whole.to(precision.params)),
+        lambda target, whole: place(target, whole.to(stored[target])),
     )
     return model
 
 
 def build_step(
-    config: Config, model: Decoder, mesh: Mesh, reduce: Literal["once_per_step", "every_micro_batch"]
+    config: Config,
+    model: Decoder,
+    mesh: Mesh,
+    reduce: Literal["once_per_step", "every_micro_batch"],
+    *,
+    casts_once: bool = False,
 ) -> TrainStep:
     """The step on a model: objective, optimizer, schedule, and how gradients add up, as the config says.
 
     Args:
         config: with its length in steps (`plan.in_steps`).
-        reduce: from the plan.
+        reduce, casts_once: from the plan.
     """
     training = config.training
     assert training.steps is not None
@@ -134,7 +146,11 @@ def build_step(
         model,
         DecoderObjective(training.z_loss_weight),
         Updater(
-            parameters, config.optimizer, make_schedule(config.lr_scheduler, training.steps), model.precision.params
+            parameters,
+            config.optimizer,
+            make_schedule(config.lr_scheduler, training.steps),
+            model.stored_dtype,
+            training.seed,
         ),
         sink,
         reduction,
@@ -142,12 +158,14 @@ def build_step(
         max_norm=training.max_norm,
         loss_dtype=model.precision.loss,
         micro_batch_mean=training.loss_normalization == "micro_batch_mean",
+        around_passes=partial(cast_once, model) if casts_once else nullcontext,
+        scaler=LossScaler(training.loss_scale) if torch.float16 in vars(model.precision).values() else None,
     )
 
 
 def stored_weights(model: Decoder) -> dict[str, torch.Tensor]:
     """The weights by name, in the dtype that they are stored in, whatever dtype their shards have."""
-    return {name: parameter.detach().to(model.precision.params) for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to(model.stored_dtype(name)) for name, parameter in model.named_parameters()}
 
 
 def describe_machine(device: torch.device) -> str:

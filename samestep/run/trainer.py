@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import Progress, evaluation_rows, in_steps, make_plan, resolve_layout, usable_samples
 from samestep.run import checkpoint
 from samestep.run.allocator import keep_freed_memory
+from samestep.run.audit import DtypeAudit, on_device
 from samestep.run.evaluate import evaluate
 from samestep.run.loggers import check_packages, make_loggers
 from samestep.run.metrics import Metrics, check_cut, cut_back
@@ -55,7 +56,9 @@ from samestep.run.setup import (
     micro_batches,
     stored_weights,
 )
-from samestep.step.step import StepReport
+from samestep.run.watch import Watch
+from samestep.step.optimizers import check_package
+from samestep.step.step import OVERFLOW, StepReport
 from samestep.torch_private import compile_seconds
 
 _SAME_SIGNAL_SECONDS = 1.0
@@ -157,6 +160,7 @@ class Trainer:
         self.device = self.mesh.device
         self._check_agreement("configuration", lambda: _meaning(config))
         check_packages(config.monitor)
+        check_package(config.optimizer.state_dtype)
         root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
         self.last_checkpoint, passed_over = self.mesh.from_first(
             lambda: find_checkpoint(resume, self.folder, self.checkpoints, root_field)
@@ -185,8 +189,15 @@ class Trainer:
         on_cpu = self.device.type == "cpu"
         self.keeps_memory = config.cpu.keep_freed_memory and on_cpu and keep_freed_memory()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
-        self.step = build_step(in_steps(config, self.plan.steps), self.model, self.mesh, self.plan.reduce)
+        dtypes = on_device(self.plan.dtypes, self.device, self.model.precision.loss)
+        self.plan = replace(self.plan, dtypes=dtypes)
+        self.audit = DtypeAudit(dtypes, self.model, ranks=self.world.size, is_compiled=config.compile)
+        casts_once = self.plan.casts_once
+        self.step = build_step(
+            in_steps(config, self.plan.steps), self.model, self.mesh, self.plan.reduce, casts_once=casts_once
+        )
         self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
+        self.watch = Watch(config, self.model, self.step, self.mesh)
         self.saver = checkpoint.Saver(
             self.checkpoints,
             self.mesh,
@@ -197,6 +208,8 @@ class Trainer:
         if loaded:
             load_weights(self.model, loaded)
             load_updater(self.step.updater, loaded)
+            self._load_micro_batch_limit(loaded)
+            self._load_loss_scale(loaded)
             checkpoint.set_random_states(loaded.state["random"], self.world)
         abandoned, lost = self.mesh.from_first(lambda: self._open_folder(loaded))
         flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1) / self.world.size
@@ -297,6 +310,20 @@ class Trainer:
             self.metrics.event("global_batch_size", step, before=before, after=size, steps=self.plan.steps)
             self.display.say(self._explain_batch_size(before, size))
 
+    def _load_micro_batch_limit(self, loaded: checkpoint.Checkpoint) -> None:
+        """What did not fit into these devices need not be tried again; into others it may."""
+        kept = loaded.state.get("micro_batch_limit")
+        if kept and self.mesh.from_first(lambda: kept["devices"] == self._devices()):
+            self.step.recovery.limit = kept["positions"]
+
+    def _load_loss_scale(self, loaded: checkpoint.Checkpoint) -> None:
+        kept = loaded.state.get("loss_scale")
+        if kept and self.step.scaler is not None:
+            self.step.scaler.load_state(kept)
+
+    def _devices(self) -> list[Any]:
+        return [describe_machine(self.device), device_memory(self.device), self.world.size]
+
     def _explain_batch_size(self, before: int, size: int) -> str:
         training, total = self.config.training, self.plan.steps
         name = next(name for name in ("steps", "epochs", "tokens") if getattr(training, name) is not None)
@@ -352,6 +379,7 @@ class Trainer:
         start = time.perf_counter()
         self._tell("on_step_begin")
         fetching = time.perf_counter()
+        first_sample = self.state.consumed_samples
         batches = self._next_batches()
         fetched = time.perf_counter()
         self.state.step += 1
@@ -361,28 +389,42 @@ class Trainer:
             measured = seconds, fetched - fetching, self.metrics.memory.bytes()
             return float(self.stop_signal is not None), *measured, *self.step.recovery.told
 
-        self.monitor.begin(batches)
+        self.monitor.begin(batches, self.step.loss_scale)
         hooked = bool(self.listeners) or self.monitor.active
-        report = self.step(
-            batches,
-            on_micro_batch=self._on_micro_batch if hooked else None,
-            on_gradients=self._on_gradients if hooked else None,
-            tell=tell,
-        )
+        looks = hooked or not self.audit.is_done or self.watch.needs_gradients
+        with self.audit.first_step(self.step, len(batches)):
+            report = self.step(
+                batches,
+                on_micro_batch=self._on_micro_batch if hooked else None,
+                on_gradients=self._on_gradients if looks else None,
+                tell=tell,
+            )
         self.stop_agreed |= any(asked for asked, *_ in report.ranks)
         self.state.updates = self.step.updater.updates
         self.state.tokens += report.tokens
         self.state.skipped += report.skipped is not None
-        self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
+        if report.skipped != OVERFLOW:  # which ends by itself: the scale can only fall so often
+            self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
         extra = self.monitor.read()
         self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start, extra)
         self._record_halving(report)
+        self._agree_on_limit(report)
         if report.skipped:
             self._record_skip(report)
+        elif report.loss_scale is not None and report.loss_scale != self.step.loss_scale:
+            self._record_loss_scale(report.loss_scale, self.step.loss_scale)
+        self._record_findings(report, batches, range(first_sample, self.state.consumed_samples))
         self.display.step(self.state.step, report)
         if self.config.compile:
             self._record_compiling()
         self._tell("on_step_end", report)
+
+    def _record_findings(self, report: StepReport, batches: Sequence[Batch], samples: range) -> None:
+        if not (self.audit.is_done or report.skipped):
+            self.metrics.event("dtype_audit", self.state.step, **self.audit.check(self.step.updater))
+        for finding in self.watch.after(self.state.step, report, batches, samples):
+            self.metrics.event(finding.event, self.state.step, message=finding.message, **finding.details)
+            self.display.say(f"warning: step {self.state.step}: {finding.message}")
 
     def _record_compiling(self) -> None:
         total = compile_seconds()
@@ -416,7 +458,17 @@ class Trainer:
                     f"positions; it was halved, as are all of more than {sizes['after']} from now on"
                 )
 
+    def _agree_on_limit(self, report: StepReport) -> None:
+        """One limit for all ranks: a checkpoint keeps one, and a resumed run must take the same steps."""
+        limits = [int(after) for *_, after in report.ranks if after]
+        self.step.recovery.limit = min(limits, default=None)
+
+    def _record_loss_scale(self, before: float, after: float) -> None:
+        self.metrics.event("loss_scale", self.state.step, before=before, after=after)
+        self.display.say(f"step {self.state.step}: the loss scale is now {after:g}")
+
     def _record_skip(self, report: StepReport) -> None:
+        scales = {"loss_scale": report.loss_scale, "next_loss_scale": self.step.loss_scale}
         self.metrics.event(
             "skipped_step",
             self.state.step,
@@ -424,8 +476,12 @@ class Trainer:
             loss=str(report.loss),
             grad_norm=str(report.grad_norm),
             consecutive=self.state.consecutive_skips,
+            **(scales if report.loss_scale is not None else {}),
         )
-        self.display.say(f"step {self.state.step} skipped: {report.skipped}; weights and optimizer are unchanged")
+        change = f" ({report.loss_scale:g}, next {self.step.loss_scale:g})" if report.skipped == OVERFLOW else ""
+        self.display.say(
+            f"step {self.state.step} skipped: {report.skipped}{change}; weights and optimizer are unchanged"
+        )
 
     def _check_skips(self) -> None:
         limit = self.config.training.max_consecutive_skipped_steps
@@ -477,10 +533,16 @@ class Trainer:
                 "threads": torch.get_num_threads(),
                 "random": self.mesh.gather(checkpoint.random_states()),
                 "best": asdict(self.best) if self.best else None,
+                "micro_batch_limit": self._micro_batch_limit(),
+                "loss_scale": self.step.scaler.state() if self.step.scaler else None,
             },
             texts={CONFIG_FILE: self._resolved_config(), TOKENIZER_FILE: self.data.tokenizer.to_json()},
             best=self.best,
         )
+
+    def _micro_batch_limit(self) -> dict[str, Any] | None:
+        limit = self.step.recovery.limit
+        return {"positions": limit, "devices": self._devices()} if limit is not None else None
 
     def _on_saved(self, step: int, path: Path, is_best: bool) -> None:
         self.last_checkpoint = path
@@ -569,6 +631,8 @@ class Trainer:
         self._tell("on_micro_batch", index, sums)
 
     def _on_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.audit.on_gradients(gradients, self.step.sink)
+        self.watch.on_gradients(gradients)
         self.monitor.on_gradients(gradients)
         self._tell("on_gradients", gradients)
 

@@ -23,6 +23,7 @@ def accumulate(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    scale: float,
     before: BeforeHook,
     recovery: Recovery,
     on_micro_batch: MicroBatchHook | None = None,
@@ -32,6 +33,7 @@ def accumulate(
     Args:
         denominators: (micro-batch, term) -> what the term's sum is divided by, a scalar on the device.
         dtype: of the losses, float32 or wider.
+        scale: the gradients are those of `scale` times the loss.
         before: called before each micro-batch with its index and how many there are.
         recovery: runs a micro-batch, in parts where it does not fit into memory; it stays one for all others.
         on_micro_batch: called after each backward with its index and detached sums.
@@ -47,7 +49,7 @@ def accumulate(
             sums = objective.sums(model, part.to(device))
             parts = {term: sums[term].to(dtype) / denominators(index, term) for term in objective.weights}
             trained = [weight * parts[term] for term, weight in objective.weights.items() if weight]
-            torch.stack(trained).sum().backward()
+            (torch.stack(trained).sum() * scale).backward()
             losses = torch.stack([parts[term].detach().double() for term in objective.weights])
             return {term: value.detach() for term, value in sums.items()}, losses
 

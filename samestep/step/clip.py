@@ -35,9 +35,10 @@ def square(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.float()
     flat = gradient.detach().reshape(-1)
     whole = flat.numel() // _CHUNK * _CHUNK
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[whole:]).double()
-    return norms.square().sum() + rest.square()
+    total = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1).double().square().sum()
+    if whole < flat.numel():
+        total += torch.linalg.vector_norm(flat[whole:]).double().square()
+    return total
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:

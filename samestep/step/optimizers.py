@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from samestep.errors import ConfigError
+
 NORM_EPS = 1e-7
+_CODES, _SCALE = "_codes", "_scale"
 
 
 class Lion(Optimizer):
@@ -123,6 +128,67 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def check_package(state_dtype: str) -> None:
+    """Find out before a run begins that a package is missing.
+
+    Raises:
+        ConfigError: the state needs torchao, which is not installed.
+    """
+    if state_dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "int8 state needs the package torchao, which is not installed",
+            field="optimizer.state_dtype",
+            fix='run `pip install "samestep[lowbit]"`, or write bfloat16',
+        )
+
+
+def make_adamw_8bit(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> Optimizer:
+    """torchao's AdamW, whose moments are kept in 8 bits: a dynamic code and one float32 scale for each 256 numbers
+    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"). Tensors of fewer than 4096 numbers, or of no
+    multiple of 256, keep float32. Its `lr` is a tensor.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    check_package("int8")
+    from torchao.optim import AdamW8bit  # an extra
+
+    class EagerOnCpu(AdamW8bit):
+        """It compiles its rule for every shape, which a CPU does not need and may have no compiler for."""
+
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                super().step(closure)
+
+    return EagerOnCpu(groups, lr=0.0, betas=betas, eps=eps)
+
+
+def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter with 8-bit moments as plain tensors: `KEY_codes` and `KEY_scale`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if hasattr(value, "codes"):
+            found |= {f"{key}{_CODES}": value.codes, f"{key}{_SCALE}": value.scale}
+        else:
+            found[key] = value
+    return found
+
+
+def packed_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `unpacked_state`."""
+    found = dict(state)
+    for key in [key.removesuffix(_CODES) for key in state if key.endswith(_CODES)]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        codes, scale = found.pop(f"{key}{_CODES}"), found.pop(f"{key}{_SCALE}")
+        block = codes.numel() // scale.numel()
+        found[key] = OptimState8bit.zeros(codes.shape, key == "exp_avg", block, codes.device, dtype=scale.dtype)
+        found[key].codes.copy_(codes)
+        found[key].scale.copy_(scale)
+    return found
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: Sequence[float], iterations: int) -> torch.Tensor:

@@ -34,7 +34,8 @@ class Recovery:
             in it.
 
     Attributes:
-        limit: positions of the largest micro-batch that is tried; None while all have fitted.
+        limit: positions of the largest micro-batch that is tried; None while all have fitted. Whoever knows the other
+            ranks' may lower it.
         failed: positions of the largest micro-batch of this step that did not fit; 0 if all did.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,18 +12,21 @@ from torch import nn
 
 from samestep.data.batch import Batch
 from samestep.ops.gradient_sink import ExactSink, GradientSink
-from samestep.parallel.data import GradientReduction
+from samestep.parallel.data import GradientReduction, local
 from samestep.parallel.exact import ExactReduction
 from samestep.parallel.mesh import Mesh
 from samestep.step.accumulate import MicroBatchHook, accumulate
 from samestep.step.clip import clip_coefficient, squares
 from samestep.step.objective import Objective
 from samestep.step.recovery import Recovery
+from samestep.step.scaler import LossScaler
 from samestep.step.update import Updater
+from samestep.torch_private import scale_
 
 GradientsHook = Callable[[Mapping[str, torch.Tensor]], None]
 
 NON_FINITE = "non-finite gradient norm"
+OVERFLOW = "gradients overflow at this loss scale"
 NO_TARGETS = "no targets"
 
 
@@ -51,7 +55,8 @@ class StepReport:
         targets: count of the trained term.
         tokens: positions that were not padding.
         accumulation_steps: micro-batches of the rank that has most.
-        skipped: None, or why weights and optimizer were left unchanged.
+        skipped: None, or why weights and optimizer were left unchanged; `OVERFLOW` where a lower loss scale may help.
+        loss_scale: what the losses were multiplied by in the backward passes; None without a scaler.
         ranks: what each rank told, by rank.
     """
 
@@ -65,6 +70,7 @@ class StepReport:
     samples: int
     accumulation_steps: int
     skipped: str | None
+    loss_scale: float | None = None
     ranks: tuple[tuple[float, ...], ...] = ((),)
 
 
@@ -79,6 +85,8 @@ class TrainStep:
         max_norm: clip threshold, or None to measure only.
         micro_batch_mean: divide each micro-batch by its own count and average (the step then depends on the split).
         loss_dtype: float32 or wider.
+        around_passes: entered while the passes of a step run, during which no weight changes.
+        scaler: where gradients pass through float16.
     """
 
     def __init__(
@@ -93,10 +101,13 @@ class TrainStep:
         max_norm: float | None,
         loss_dtype: torch.dtype = torch.float32,
         micro_batch_mean: bool = False,
+        around_passes: Callable[[], AbstractContextManager[None]] = nullcontext,
+        scaler: LossScaler | None = None,
     ):
         self.model, self.objective, self.updater = model, objective, updater
         self.sink, self.reduction, self.mesh = sink, reduction, mesh
         self.max_norm, self.loss_dtype, self.micro_batch_mean = max_norm, loss_dtype, micro_batch_mean
+        self.around_passes, self.scaler = around_passes, scaler
         self.recovery = Recovery(sink if isinstance(sink, GradientSink) and mesh.weights is None else None)
 
     def __call__(
@@ -115,17 +126,26 @@ class TrainStep:
         self.recovery.failed = 0
         counts, totals = self.count(batches)
         losses = self.backward(batches, counts, totals, on_micro_batch)
-        gradients = self.sink.gradients()
+        gradients, scale = self.sink.gradients(), self.loss_scale
         if on_gradients is not None:
+            if self.scaler is not None:
+                # Whoever looks shall see them as they are. Else the update divides by the scale in passing.
+                scale_([local(gradient) for gradient in gradients.values()], 1 / scale)
+                scale = 1.0
             on_gradients(gradients)
         share = squares(gradients.values(), self.reduction.owned, self.mesh.device).sum()
         losses, square, told = self._exchange(losses, share, tell())
-        norm = square.sqrt()
+        norm = square.sqrt() / scale
         coefficient = clip_coefficient(norm, self.max_norm)
         empty = (totals.counts * self._weights() == 0).all()
-        self.updater.apply(gradients, coefficient, skip=~norm.isfinite() | empty)
+        self.updater.apply(gradients, coefficient / scale, skip=~norm.isfinite() | empty)
         self.sink.zero()
         return self._report(len(batches), totals, losses, norm, coefficient, told)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the next step are multiplied by in the backward passes."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def _weights(self) -> torch.Tensor:
         return torch.tensor(list(self.objective.weights.values()), dtype=torch.float64, device=self.mesh.device)
@@ -150,12 +170,23 @@ class TrainStep:
         totals: Totals,
         on_micro_batch: MicroBatchHook | None = None,
     ) -> torch.Tensor:
-        """Add up the gradients of the step in the sink; returns this rank's share of each loss, float64 [terms]."""
+        """Add up the gradients of the step, times `loss_scale`, in the sink; returns this rank's share of each loss,
+        float64 [terms]."""
         terms = {term: column for column, term in enumerate(self.objective.weights)}
         # One big batch divides by its count; the mean of means divides each part by its own and by how many there are.
         divisors = counts * totals.others[0] if self.micro_batch_mean else totals.counts.expand_as(counts)
         divisors = divisors.clamp(min=1).to(self.loss_dtype)
         self.model.train()
+        with self.around_passes():
+            return self._passes(batches, divisors, terms, on_micro_batch)
+
+    def _passes(
+        self,
+        batches: Sequence[Batch],
+        divisors: torch.Tensor,
+        terms: Mapping[str, int],
+        on_micro_batch: MicroBatchHook | None,
+    ) -> torch.Tensor:
         while True:
             parts = accumulate(
                 self.model,
@@ -164,6 +195,7 @@ class TrainStep:
                 lambda index, term: divisors[index, terms[term]],
                 device=self.mesh.device,
                 dtype=self.loss_dtype,
+                scale=self.loss_scale,
                 before=self.reduction.before,
                 recovery=self.recovery,
                 on_micro_batch=on_micro_batch,
@@ -201,6 +233,11 @@ class TrainStep:
         terms, counts, (_, tokens, samples) = values[:size], values[size : 2 * size], values[2 * size : 2 * size + 3]
         targets = max(int(n) for n, weight in zip(counts, weights, strict=True) if weight)
         skipped = NO_TARGETS if not targets else NON_FINITE if not math.isfinite(norm_read) else None
+        loss_scale = None
+        if self.scaler is not None:
+            loss_scale = self.scaler.scale
+            if targets and self.scaler.update(skipped is None):
+                skipped = OVERFLOW
         learning_rate = self.updater.learning_rate
         self.updater.updates += skipped is None
         width = told.shape[1]
@@ -218,5 +255,6 @@ class TrainStep:
             samples=int(samples),
             accumulation_steps=accumulation_steps,
             skipped=skipped,
+            loss_scale=loss_scale,
             ranks=tuple(tuple(rest[rank * width : (rank + 1) * width]) for rank in range(told.shape[0])),
         )

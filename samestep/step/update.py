@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from torch import nn
 
 from samestep.config.schema import OptimizerConfig
 from samestep.errors import CheckpointError
-from samestep.ops.precision import is_narrow
-from samestep.parallel.data import is_distributed, like, local
-from samestep.step.optimizers import Lion, Muon
+from samestep.ops.dropout import random_key
+from samestep.ops.precision import is_narrow, wide
+from samestep.ops.rounding import round_stochastically
+from samestep.parallel.data import first_element, is_distributed, like, local
+from samestep.step.optimizers import Lion, Muon, make_adamw_8bit, packed_state, unpacked_state
 from samestep.step.schedule import Schedule
 from samestep.torch_private import scale_
 
@@ -65,6 +69,9 @@ def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Paramete
 
 def _adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     b1, b2 = config.setting("betas")
+    is_double = any(p.dtype == torch.float64 for group in groups for p in group["params"])
+    if config.state_dtype == "int8" and not is_double:
+        return make_adamw_8bit(groups, betas=(b1, b2), eps=config.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=(b1, b2), eps=config.eps, fused=True)
 
 
@@ -107,11 +114,15 @@ class Updater:
     element depends on the whole matrix, works on the distributed tensor itself.
 
     A parameter stored in bfloat16 or float16 has a float32 master copy: the optimizer updates the master, which is then
-    written back. `updates` counts the updates really made and drives schedule and bias correction.
+    written back. With another `master_weights` it has none: the update is made in float32 and rounded as it is written
+    back, to the nearest or stochastically; so is state that is kept in bfloat16. Only one parameter at a time is
+    widened for that. `updates` counts the updates really made and drives schedule and bias correction.
 
     Args:
         parameters: (name, parameter) pairs; frozen ones are passed over.
-        stored: dtype that the weights are stored in; where the parameters are wider, they are the masters themselves.
+        stored: name -> dtype that the weights are stored in; where the parameters are wider, as shards are, they hold
+            the masters themselves, or what was rounded. None: each in its own dtype.
+        seed: keys the stochastic rounding, with the number of the update and the name.
     """
 
     def __init__(
@@ -119,16 +130,23 @@ class Updater:
         parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         schedule: Schedule,
-        stored: torch.dtype | None = None,
+        stored: Callable[[str], torch.dtype] | None = None,
+        seed: int = 0,
     ):
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.config, self.schedule = config, schedule
+        self.config, self.schedule, self._seed = config, schedule, seed
         held = {name: self._part(p.detach()) for name, p in self.parameters.items()}
-        self.masters = {name: nn.Parameter(p.float()) for name, p in held.items() if is_narrow(stored or p.dtype)}
+        dtypes = {name: stored(name) if stored else p.dtype for name, p in held.items()}
+        narrow = {name: dtype for name, dtype in dtypes.items() if is_narrow(dtype)}
+        has_masters = config.master_weights == "float32"
+        self.masters = {name: nn.Parameter(held[name].float()) for name in narrow if has_masters}
+        self._rounded_to = {} if has_masters else narrow
         self._held = {name: nn.Parameter(p) for name, p in held.items() if name not in self.masters}
         self.updates = 0
         self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
-        if config.type == "AdamW":
+        self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        self._reads_first = not isinstance(self.optimizer, torch.optim.AdamW)
+        if not self._reads_first:
             self._begin_state()
 
     def _begin_state(self) -> None:
@@ -136,10 +154,13 @@ class Updater:
         made here, a skip leaves even the set of tensors as it was, and lack of memory shows at once."""
         for name in self.parameters:
             parameter = self.trained(name)
+            dtype = wide(parameter.dtype)
+            if dtype is torch.float32 and self.config.state_dtype == "bfloat16":
+                dtype = torch.bfloat16
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
 
     def trained(self, name: str) -> nn.Parameter:
@@ -165,50 +186,117 @@ class Updater:
             coefficient: scalar float64.
             skip: scalar bool.
         """
-        ready = [(self.trained(name), self._part(gradient)) for name, gradient in gradients.items()]
-        for parameter, gradient in ready:  # the sum may be wider or narrower than what it updates
-            parameter.grad = gradient.to(parameter.dtype)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        final = [parameter.grad for parameter, _ in ready if parameter.grad is not None]
-        if self.config.type == "AdamW":
-            self._step_on_device(final, coefficient, skip)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self.learning_rate)
+            else:
+                group["lr"] = self.learning_rate
+        if not self._reads_first:
+            take = partial(self._take_on_device, coefficient=coefficient, skip=skip)
         else:
-            self._step_after_reading(final, coefficient, skip)
-        for parameter, _ in ready:
-            parameter.grad = None
+            # Other optimizers have no hooks for it (fused SGD has, but leaves its momentum uninitialised when its first
+            # step is skipped).
+            factor, skipped = torch.stack([coefficient, skip.to(coefficient.dtype)]).tolist()
+            if skipped:
+                return
+            take = partial(self._take, factor=factor)
+        ready = {name: self._part(gradient) for name, gradient in gradients.items()}
+        take({name: gradient for name, gradient in ready.items() if not self._is_widened(name)})
+        for name, gradient in ready.items():
+            if self._is_widened(name):
+                with self._widened(name):
+                    take({name: gradient})
+            self._write_back(name)
 
-    def _step_on_device(self, gradients: list[torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor) -> None:
-        """The decision stays on the device.
+    def _take(self, gradients: Mapping[str, torch.Tensor], *, factor: float) -> None:
+        """One update of these parameters by `factor * gradient`."""
+        given = self._give(gradients)
+        if factor != 1:
+            scale_(given, factor)
+        self._step(gradients)
+
+    def _take_on_device(
+        self, gradients: Mapping[str, torch.Tensor], *, coefficient: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """The same, with a decision that stays on the device.
 
         PyTorch's fused AdamW divides by `grad_scale`, and leaves weights, moments and step count bit-unchanged where
         `found_inf` is 1: hooks made for its GradScaler. They take float32, too coarse for float64 gradients.
         """
-        if any(gradient.dtype == torch.float64 for gradient in gradients):
-            scale_(gradients, coefficient)
+        given = self._give(gradients)
+        if not given:
+            return
+        if any(gradient.dtype == torch.float64 for gradient in given):
+            scale_(given, coefficient)
             scale = None
         else:
-            scale = coefficient.reciprocal().float().to(gradients[0].device)
+            scale = coefficient.reciprocal().float().to(given[0].device)
         # Offloaded weights are on another device than the decision. PyTorch would copy it without waiting for it.
-        vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float().to(gradients[0].device))
-        self.optimizer.step()
-        self._write_back()
+        vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float().to(given[0].device))
+        self._step(gradients)
 
-    def _step_after_reading(self, gradients: list[torch.Tensor], coefficient: torch.Tensor, skip: torch.Tensor) -> None:
-        """One host read decides: other optimizers have no such hooks (fused SGD has, but leaves its momentum
-        uninitialised when its first step is skipped)."""
-        factor, skipped = torch.stack([coefficient, skip.to(coefficient.dtype)]).tolist()
-        if skipped:
-            return
-        if factor != 1:
-            scale_(gradients, factor)
-        self.optimizer.step()
-        self._write_back()
+    def _give(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Hand gradients to the optimizer, in the dtype of what it updates: the sum may be wider or narrower."""
+        given = []
+        for name, gradient in gradients.items():
+            parameter = self.trained(name)
+            parameter.grad = gradient.to(parameter.dtype)
+            given.append(parameter.grad)
+        return given
 
-    def _write_back(self) -> None:
-        for name, master in self.masters.items():
-            if self.parameters[name].dtype != master.dtype:
-                self._part(self.parameters[name].detach()).copy_(master)
+    def _step(self, names: Iterable[str]) -> None:
+        self.optimizer.step()
+        for name in names:
+            self.trained(name).grad = None
+
+    def _narrow_state(self, name: str) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state.get(self.trained(name), {})
+        return {key: t for key, t in state.items() if isinstance(t, torch.Tensor) and is_narrow(t.dtype)}
+
+    def _is_widened(self, name: str) -> bool:
+        return is_narrow(self.trained(name).dtype) or bool(self._narrow_state(name))
+
+    @contextmanager
+    def _widened(self, name: str) -> Iterator[None]:
+        """A parameter and its state in float32, the only one that the optimizer knows of; rounded at the end."""
+        parameter, groups = self.trained(name), self.optimizer.param_groups
+        weight, narrow = parameter.data, self._narrow_state(name)
+        parameter.data = weight.float()
+        state = self.optimizer.state[parameter]
+        state.update({key: tensor.float() for key, tensor in narrow.items()})
+        self.optimizer.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
+            updated, parameter.data = parameter.data, weight
+            for key, tensor in narrow.items():
+                # Rounded to the nearest, a second moment with a decay of 0.999 would stand still: its changes are
+                # under half of a step of bfloat16.
+                self._round_stochastically(state[key], tensor, name, key)
+                state[key] = tensor
+            if is_narrow(weight.dtype):
+                self._round(updated, weight, name)
+
+    def _round(self, wide: torch.Tensor, target: torch.Tensor, name: str) -> None:
+        """Fill `target`, of the storage dtype or wider, with an updated weight that has no master."""
+        if self.config.master_weights == "stochastic_rounding":
+            self._round_stochastically(wide, target, name, "weight")
+        else:
+            target.copy_(wide.to(self._rounded_to[name]))
+
+    def _round_stochastically(self, wide: torch.Tensor, target: torch.Tensor, name: str, what: str) -> None:
+        key = random_key("rounding", self._seed, self.updates, name, what)
+        round_stochastically(local(wide), local(target), key, first_element(self.parameters[name]))
+
+    def _write_back(self, name: str) -> None:
+        parameter = self.parameters[name]
+        if name in self.masters:
+            if parameter.dtype != self.masters[name].dtype:
+                self._part(parameter.detach()).copy_(self.masters[name])
+        elif name in self._rounded_to and not is_narrow(parameter.dtype):
+            shard = self._part(parameter.detach())
+            self._round(shard, shard, name)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.
@@ -218,7 +306,7 @@ class Updater:
         """
         tensors = {f"{_MASTER}.{name}": self._whole(name, master.detach()) for name, master in self.masters.items()}
         for name in self.parameters:
-            for key, value in self.optimizer.state.get(self.trained(name), {}).items():
+            for key, value in unpacked_state(self.optimizer.state.get(self.trained(name), {})).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key}.{name}"] = self._whole(name, value)
                 elif value is not None:
@@ -251,6 +339,7 @@ class Updater:
                 masters[name] = tensor
             else:
                 states[name][key] = tensor.item() if is_number else self._placed(tensor, name)
+        states = {name: packed_state(state) for name, state in states.items()}
         if masters.keys() != self.masters.keys():
             odd = min(masters.keys() ^ self.masters.keys())
             raise CheckpointError(
@@ -263,7 +352,7 @@ class Updater:
                 "  fix: restore the optimizer settings that the run began with"
             )
         for name, state in states.items():
-            if (state or self.config.type == "AdamW") and state.keys() != self._state_keys(name):
+            if (state or not self._reads_first) and state.keys() != self._state_keys(name):
                 raise CheckpointError(
                     f"the optimizer state of {name!r} is {', '.join(sorted(state))}, but {self.config.type} keeps "
                     f"{', '.join(sorted(self._state_keys(name))) or 'nothing'} for it\n"

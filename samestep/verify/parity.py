@@ -8,8 +8,12 @@ Bounds (all relative):
   float64 update is written out here; for the others it is their own rule in float64, so it shows rounding and what is
   taken from the wrong place, not a wrong rule.
 - bfloat16, float16: distance of the gradient to the float64 truth at most 1.1 times that of one padded micro-batch for
-  more of them, and 1.2 times for packed ones.
+  more of them, and 1.2 times for packed ones. In float16 the loss scale stays what it is at first.
 - `training.exact`, whatever the dtypes: no bit of a gradient, weight, moment, loss or norm differs, at any step.
+
+The reference recomputes nothing, and in float64, where the logic is judged, it is not compiled: so the layouts, which
+do as the config says, prove these too. In narrower dtypes a compiled run has a compiled reference, since fused kernels
+round in other places.
 """
 
 from __future__ import annotations
@@ -23,7 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.config.schema import Config, LrSchedulerConfig, OptimizerConfig, ParallelismConfig
+from samestep.config.schema import (
+    Config,
+    LossScaleConfig,
+    LrSchedulerConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    RecomputeConfig,
+)
 from samestep.data.batch import Batch
 from samestep.data.dataset import Data, data_facts, load_data, make_order
 from samestep.data.order import StepSamples
@@ -31,27 +42,46 @@ from samestep.data.rows import IGNORE, Rows, Sample
 from samestep.errors import ConfigError
 from samestep.launch import run_ranks
 from samestep.ops import Precision, random_key
+from samestep.ops.precision import is_narrow
 from samestep.parallel.data import local, whole
 from samestep.parallel.mesh import Mesh, choose_device, join
-from samestep.plan import Layout, check_sharding, in_steps, make_plan, resolve_layout, split_evenly
+from samestep.plan import (
+    DataFacts,
+    Layout,
+    check_sharding,
+    in_steps,
+    make_plan,
+    resolve_layout,
+    split_evenly,
+    split_samples,
+)
+from samestep.run.preflight import device_memory
 from samestep.run.setup import build_model, build_step, collate_groups, fill_up
 from samestep.split import split_by_budget
+from samestep.step.step import NO_TARGETS, NON_FINITE
 from samestep.step.update import Updater, decays
 
 CASES = ("even", "skewed", "one_rank_empty", "all_empty")
-DTYPES = ("config", "float32", "float64")
+DTYPES = ("config", "float32", "float64", "bfloat16", "float16")
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class VerifyLayout:
     """One way to split a global batch: over ranks, and on each of them over micro-batches, by their number
-    (`accumulation`) or by a budget of positions (`tokens`)."""
+    (`accumulation`), by a budget of positions (`tokens`), or as the config does (`by_config`).
+
+    Attributes:
+        out_of_memory: in the first step this micro-batch of the last rank, from 1 on, runs out of memory once, half-way
+            through its backward pass; not in `all_empty`, whose second step may have other micro-batches.
+    """
 
     name: str
     accumulation: int = 1
     tokens: int | None = None
     micro_batch: str = "padded"
+    by_config: bool = False
+    out_of_memory: int | None = None
     replicate: int = 1
     shard: int = 1
 
@@ -110,6 +140,7 @@ class Trace:
     Attributes:
         before: weights before the first step.
         touched: what changed in steps that had no target.
+        ran_out: whether a micro-batch ran out of memory.
         digest: SHA-256 of weights and optimizer state after the last step.
     """
 
@@ -121,8 +152,9 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
-    skipped: list[bool] = field(default_factory=list)
+    skipped: list[str | None] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    ran_out: bool = False
     digest: str = ""
 
 
@@ -135,35 +167,46 @@ def parse_layouts(text: str) -> list[VerifyLayout]:
     layouts = []
     for name in text.split():
         layout = VerifyLayout(name)
-        for axis in name.split("+"):
-            layout = replace(layout, **_axis(axis))
-        if layout.tokens is not None and layout.accumulation > 1:
-            raise ConfigError(
-                f"{name}: a budget of positions decides how many micro-batches there are",
-                field="--layouts",
-                fix="write ga=K or tokens=N",
-            )
+        axes = [_axis(axis) for axis in name.split("+")]
+        for axis in axes:
+            layout = replace(layout, **axis)
+        _check_axes(layout, {key for axis in axes for key in axis})
         layouts.append(layout)
     if not layouts:
         raise ConfigError("names no layout", field="--layouts", fix="write for example: ga=4 packed")
     return layouts
 
 
+def _check_axes(layout: VerifyLayout, given: set[str]) -> None:
+    reason = fix = ""
+    if layout.by_config and given & {"accumulation", "tokens", "micro_batch"}:
+        reason, fix = "`config` makes the micro-batches as the config says", "write config, or ga=K, tokens=N, packed"
+    elif layout.tokens is not None and layout.accumulation > 1:
+        reason, fix = "a budget of positions decides how many micro-batches there are", "write ga=K or tokens=N"
+    elif layout.out_of_memory and layout.shard > 1:
+        reason = "with sharded weights a micro-batch that runs out of memory ends the run, since others are in it too"
+        fix = "write oom=K with dp=N or alone"
+    if reason:
+        raise ConfigError(f"{layout.name}: {reason}", field="--layouts", fix=fix)
+
+
 def _axis(text: str) -> dict[str, Any]:
     """Fields of `VerifyLayout` that one axis sets."""
     if text in ("packed", "padded"):
         return {"micro_batch": text}
+    if text == "config":
+        return {"by_config": True}
     key, _, value = text.partition("=")
     numbers = [int(part) for part in value.split("x") if part.isdecimal() and int(part) > 0]
     fields: dict[str, tuple[str, ...]] = {"ga": ("accumulation",), "tokens": ("tokens",), "dp": ("replicate",)}
-    fields |= {"fsdp": ("shard",), "hsdp": ("replicate", "shard")}
+    fields |= {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "oom": ("out_of_memory",)}
     if key in fields and len(numbers) == len(value.split("x")) == len(fields[key]):
         return dict(zip(fields[key], numbers, strict=True))
     raise ConfigError(
         f"{text!r} is no axis of a layout",
         field="--layouts",
-        fix="write layouts parted by spaces, each of ga=K, tokens=N, packed, dp=N, fsdp=N and hsdp=RxS joined by +: "
-        "ga=4 packed+ga=2 fsdp=2+ga=3",
+        fix="write layouts parted by spaces, each of ga=K, tokens=N, packed, config, oom=K, dp=N, fsdp=N and hsdp=RxS "
+        "joined by +: config ga=4 packed+ga=2+oom=1 fsdp=2+ga=3",
     )
 
 
@@ -180,28 +223,36 @@ def parse_cases(text: str) -> list[str]:
 
 def default_layouts(config: Config) -> list[VerifyLayout]:
     """A few splits that the global batch and this machine allow."""
-    names = "ga=2 ga=3 ga=4 packed packed+ga=2 dp=2 fsdp=2 dp=2+ga=3 fsdp=2+ga=3"
+    names = "config ga=2 ga=3 ga=4 packed packed+ga=2 oom=1 dp=2 fsdp=2 dp=2+ga=3 fsdp=2+ga=3"
     return _possible(parse_layouts(names), config)
 
 
 def grid_layouts(config: Config) -> list[VerifyLayout]:
-    """One process, replicas, shards and both, each with 1 to 3 micro-batches a rank, padded and packed, as far as the
-    global batch and this machine allow."""
+    """One process, replicas, shards and both, each with 1 to 3 micro-batches a rank, padded and packed, and with those
+    of the config; without shards also with one that runs out of memory; as far as the global batch and this machine
+    allow."""
     ranks = ("dp=1", "dp=2", "fsdp=2", "fsdp=4", "hsdp=2x2")
     names = [f"{axis}+ga={k}+{kind}" for axis in ranks for k in (1, 2, 3) for kind in ("padded", "packed")]
+    names += [f"{axis}+config" for axis in ranks]
+    names += [f"{axis}+ga=2+{kind}+oom=2" for axis in ("dp=1", "dp=2") for kind in ("padded", "packed")]
     return _possible(parse_layouts(" ".join(names)), config)
 
 
 def _possible(layouts: Sequence[VerifyLayout], config: Config) -> list[VerifyLayout]:
     most_ranks = torch.cuda.device_count() or math.inf
     whole = config.training.exact or config.optimizer.type == "Adafactor"
-    size = config.training.global_batch_size
+
+    def fits(layout: VerifyLayout) -> bool:
+        samples = 2 if layout.out_of_memory else config.training.least_samples if layout.by_config else 1
+        return layout.ranks * layout.accumulation * samples <= config.training.global_batch_size
+
     return [
         layout
         for layout in layouts
-        if layout.ranks * layout.accumulation <= size
+        if fits(layout)
         and layout.ranks <= most_ranks
         and not (whole and layout.shard > 1)
+        and not (config.training.exact and layout.out_of_memory)
     ]
 
 
@@ -220,13 +271,21 @@ def run(
     from the first step on, since a warm-up from zero would prove nothing.
 
     Args:
-        dtype: `config`, or a dtype that replaces every one of the config.
+        dtype: `config`; `float32` or `float64` in place of every one of the config; `bfloat16` or `float16` in place of
+            its `compute_dtype`.
         steps: global batches; the curves of loss and norm are compared over all of them.
         data: already loaded.
 
     Raises:
-        ConfigError: more micro-batches than samples; float64 in exact mode.
+        ConfigError: more micro-batches than samples; a micro-batch that cannot be halved shall run out of memory;
+            float64 or float16 in exact mode; gradients that overflow at the loss scale.
     """
+    if config.training.exact and dtype == "float16":
+        raise ConfigError(
+            "`training.exact: true` refuses float16, which needs a scaled loss",
+            field="--dtype",
+            fix="write another, or add training.exact=false",
+        )
     if config.training.exact and dtype == "float64":
         raise ConfigError(
             "`training.exact: true` adds gradients as integers, cut from float32: float64 would prove nothing",
@@ -234,19 +293,19 @@ def run(
             fix="leave it out: exact mode is judged by equal bits in the run's own dtypes; or add training.exact=false",
         )
     data = data or load_data(config)
-    plan = make_plan(config, 1, data_facts(config, data))  # a configuration that cannot train proves nothing
-    layouts = list(layouts or default_layouts(config))
-    samples = min(config.training.global_batch_size, len(data.train))
+    facts = data_facts(config, data)
+    plan = make_plan(config, 1, facts)  # a configuration that cannot train proves nothing
+    layouts = [_resolved(layout, config, facts) for layout in layouts or default_layouts(config)]
     for layout in layouts:
-        _check_size(layout, samples)
+        _check_size(layout, config, facts.step_lengths)
         check_sharding(config, layout.degrees)
     peak = LrSchedulerConfig(type="constant", learning_rate=config.lr_scheduler.learning_rate)
     config = in_steps(config.model_copy(update={"lr_scheduler": peak}), plan.steps)
-    precision = Precision.from_config(config.model)
-    if dtype != "config":
-        precision = precision.raised(getattr(torch, dtype))
+    scale = LossScaleConfig(fixed=config.training.loss_scale.first)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"loss_scale": scale})})
+    precision = _precision(config, dtype)
     low = any(d in (torch.bfloat16, torch.float16) for d in vars(precision).values())
-    double = all(d == torch.float64 for d in vars(precision).values())
+    double = _is_double(precision)
     jobs = [Job(layout, case, precision, steps) for case in cases for layout in (REFERENCE, *layouts)]
     if low and not config.training.exact:
         jobs += [Job(REFERENCE, case, precision.raised(torch.float64), 1) for case in cases]
@@ -266,6 +325,14 @@ def run(
     return ParityReport(name, tuple(comparisons))
 
 
+def _precision(config: Config, dtype: str) -> Precision:
+    precision = Precision.from_config(config.model)
+    if dtype == "config":
+        return precision
+    chosen = getattr(torch, dtype)
+    return replace(precision, compute=chosen) if is_narrow(chosen) else precision.raised(chosen)
+
+
 def run_grid(config: Config, *, cases: Sequence[str] = CASES, dtype: str = "config", steps: int = 1) -> ParityReport:
     """`run` over `grid_layouts`, once with a threshold that always clips and once with one that never does."""
     data, layouts = load_data(config), grid_layouts(config)
@@ -282,14 +349,46 @@ _ALWAYS, _NEVER = 1e-3, 1e9
 long."""
 
 
-def _check_size(layout: VerifyLayout, samples: int) -> None:
-    of_rank = math.ceil(samples / layout.ranks)
+def _is_double(precision: Precision) -> bool:
+    return all(dtype == torch.float64 for dtype in vars(precision).values())
+
+
+def _resolved(layout: VerifyLayout, config: Config, facts: DataFacts) -> VerifyLayout:
+    """With the kind and the budget of micro-batches that a run of the config on as many ranks would have here."""
+    if not layout.by_config:
+        return layout
+    parallelism = config.parallelism.model_copy(update={"data_parallel_shard": layout.shard})
+    device = choose_device()
+    memory = device_memory(device) // (layout.ranks if device.type == "cpu" else 1)
+    plan = make_plan(config.model_copy(update={"parallelism": parallelism}), layout.ranks, facts, memory_limit=memory)
+    return replace(layout, tokens=plan.local_batch_tokens, micro_batch=config.micro_batch)
+
+
+def _check_size(layout: VerifyLayout, config: Config, lengths: Sequence[int]) -> None:
+    """The samples of the first step suffice."""
+    of_rank = math.ceil(len(lengths) / layout.ranks)
     if layout.accumulation > of_rank:
         raise ConfigError(
-            f"{layout.name}: a global batch of {samples} samples on {layout.ranks} rank{'s' * (layout.ranks > 1)} "
+            f"{layout.name}: a global batch of {len(lengths)} samples on {layout.ranks} rank{'s' * (layout.ranks > 1)} "
             f"cannot make {layout.accumulation} micro-batches",
             field="--layouts",
             fix=f"write ga={of_rank} or less",
+        )
+    if layout.out_of_memory is None:
+        return
+    if config.training.exact:
+        raise ConfigError(
+            f"{layout.name}: in exact mode a micro-batch is one sample and cannot be halved",
+            field="--layouts",
+            fix="leave oom=K out",
+        )
+    sizes = [len(group) for group in _groups(config, lengths, layout)[-1]]
+    if layout.out_of_memory > len(sizes) or sizes[layout.out_of_memory - 1] < 2:
+        raise ConfigError(
+            f"{layout.name}: the last rank's micro-batches have {', '.join(map(str, sizes))} samples, and number "
+            f"{layout.out_of_memory} shall be halved",
+            field="--layouts",
+            fix="name one with two samples or more",
         )
 
 
@@ -332,6 +431,9 @@ def trace_jobs(config: Config, data: Data, jobs: Sequence[Job]) -> list[Trace] |
 def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
     """Take the steps of a job from the first values of the model; every rank makes it, the first keeps the tensors."""
     layout, case = job.layout, job.case
+    if layout == REFERENCE:
+        compiled = config.compile and not _is_double(job.precision)
+        config = config.model_copy(update={"recompute": RecomputeConfig(), "compile": compiled})
     model = build_model(config, data.tokenizer.vocab_size, mesh, job.precision)
     every = config.parallelism.reduce == "every_micro_batch"
     step = build_step(config, model, mesh, "every_micro_batch" if every else "once_per_step")
@@ -342,6 +444,9 @@ def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
         consumed = samples.consumed
         step(_batches(config, data.train, samples, 0, replace(layout, accumulation=1), "even", mesh))
     record = Trace(_copies(model.named_parameters(), mesh), step.updater.learning_rate)
+    shortage = None
+    if layout.out_of_memory and case != "all_empty" and mesh.data_rank == layout.ranks - 1:
+        shortage = _Shortage(model, layout.out_of_memory)
 
     def keep_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
         record.gradients = _copies(gradients.items(), mesh)
@@ -351,21 +456,53 @@ def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
         consumed = samples.consumed
         untouched = _all_state(step.updater) if case == "all_empty" else {}
         batches = _batches(config, data.train, samples, number, layout, case, mesh)
-        report = step(batches, on_gradients=keep_gradients if number == 1 else None)
+        report = step(
+            batches,
+            on_micro_batch=shortage.on_micro_batch if shortage else None,
+            on_gradients=keep_gradients if number == 1 else None,
+        )
+        if layout == REFERENCE and report.loss_scale is not None and report.skipped == NON_FINITE:
+            raise ConfigError(
+                f"gradients are not finite at the scale {report.loss_scale:g}, so there is no step to compare",
+                field="training.loss_scale",
+                fix="write a smaller one, such as 1024",
+            )
         if case == "all_empty":
             changed = _changed(untouched, _all_state(step.updater))
             record.touched += sorted({name for names in mesh.gather(changed) for name in names})
         record.losses.append(report.loss)
         record.norms.append(report.grad_norm)
         record.coefficients.append(report.clip_coefficient)
-        record.skipped.append(report.skipped is not None)
+        record.skipped.append(report.skipped)
         if number == 1:
             state = step.updater.state()
             masters = {n.removeprefix("master."): t for n, t in state.items() if n.startswith("master.")}
             record.weights = _copies((dict(model.named_parameters()) | masters).items(), mesh)
             record.moments = _copies(((n, t) for n, t in state.items() if not n.startswith("master.")), mesh)
     record.digest = digest(step.updater)
+    record.ran_out = mesh.any(shortage is not None and shortage.is_over)
     return record
+
+
+class _Shortage:
+    """No memory for the rest of a backward pass, once: it breaks off with half of the gradients added.
+
+    Args:
+        micro_batch: number of the pass among those from now on, from 1 on.
+    """
+
+    def __init__(self, model: torch.nn.Module, micro_batch: int):
+        self._left, self.is_over = micro_batch, False
+        parameters = list(model.parameters())
+        parameters[len(parameters) // 2].register_hook(self._on_gradient)
+
+    def on_micro_batch(self, index: int, sums: Mapping[str, torch.Tensor]) -> None:
+        self._left -= 1
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        if self._left == 1 and not self.is_over:
+            self.is_over = True
+            raise torch.OutOfMemoryError("out of memory, by the layout")
 
 
 def _copies(tensors: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> Tensors:
@@ -400,7 +537,7 @@ def _batches(
 ) -> list[Batch]:
     """The micro-batches of this rank; the case has taken targets away from some samples."""
     count = len(samples.rows)
-    table = _groups(rows.lengths()[samples.rows].tolist(), layout)
+    table = _groups(config, rows.lengths()[samples.rows].tolist(), layout)
     if config.training.exact:  # passes of one sample, whatever the layout asks for
         table = [[range(i, i + 1) for group in groups for i in group] for groups in table]
     key = random_key(config.training.seed, step)
@@ -414,8 +551,10 @@ def _batches(
     return fill_up(batches, max(map(len, table)), key)
 
 
-def _groups(lengths: Sequence[int], layout: VerifyLayout) -> list[list[Sequence[int]]]:
+def _groups(config: Config, lengths: Sequence[int], layout: VerifyLayout) -> list[list[Sequence[int]]]:
     """The micro-batches of every rank, as places in the global batch."""
+    if layout.by_config:
+        return split_samples(config, lengths, layout.ranks, layout.tokens)
     if layout.tokens is not None:
         packed = layout.micro_batch == "packed"
         return [list(rank) for rank in split_by_budget(lengths, layout.ranks, layout.tokens, packed=packed)]
@@ -448,6 +587,14 @@ def _update_bound(optimizer: OptimizerConfig) -> float:
     return max(1e-6, torch.finfo(torch.float32).eps / 2 * growth)
 
 
+def _lost_bound(config: Config) -> float:
+    """Relative error of a weight that has no master: one step of the dtype that it is stored in."""
+    if config.optimizer.master_weights == "float32":
+        return 0.0
+    precision = Precision.from_config(config.model)
+    return max(torch.finfo(dtype).eps for dtype in (precision.params, precision.embedding))
+
+
 class _Judge:
     """Compares one trace with the reference and says what is out of bounds."""
 
@@ -458,6 +605,8 @@ class _Judge:
             self.failures.append("other steps were skipped")
         if case == "all_empty" and not all(found.skipped):
             self.failures.append("a step without targets was not skipped")
+        if layout.out_of_memory and case != "all_empty" and not found.ran_out:
+            self.failures.append("no micro-batch ran out of memory")
         if found.touched:
             self.failures.append(f"a step without targets changed {len(found.touched)} tensors: {found.touched[0]}")
 
@@ -494,7 +643,7 @@ class _Judge:
         return self._result(gradient, worst, self._curves(0.0, 0.0, 0.0), weights, moments)
 
     def low(self, truth: Trace) -> Comparison:
-        if self.found.skipped[0]:
+        if self.found.skipped[0] == NO_TARGETS:
             return self._result(None, "", (0.0, 0.0), None, None)
         own = _distance(truth.gradients, self.found.gradients)
         one = _distance(truth.gradients, self.reference.gradients)
@@ -503,7 +652,7 @@ class _Judge:
             "gradient error over that of one micro-batch", ratio, 1.1 if self.layout.micro_batch == "padded" else 1.2
         )
         weights, name = self._update_error()
-        self._bound("update", weights, _update_bound(self.config.optimizer), name)
+        self._bound("update", weights, max(_update_bound(self.config.optimizer), _lost_bound(self.config)), name)
         return self._result(ratio, "", self._curves(math.inf, math.inf, math.inf), weights, None)
 
     def _update_error(self) -> tuple[float, str]:

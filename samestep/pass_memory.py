@@ -1,0 +1,213 @@
+"""What one forward and backward pass holds on a CPU: kept activations, temporaries of the backward, the head.
+
+Pure arithmetic that follows what the operators in `ops` save; imports no torch. Numbers are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.config.schema import Config
+from samestep.families import ModelSpec, parameter_shapes
+from samestep.recompute import WHOLE, recomputed_modules
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MASTERED = {"bfloat16", "float16"}
+_CHUNK_BYTES = 2**27
+"""Of logits, as in `ops.cross_entropy` on a CPU."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head and the loss.
+
+    Attributes:
+        most: held while the loss and its gradients are formed.
+        weight_gradient: of that, what is left when the backward of the layers begins.
+        embedding_gradient: of the embedding, which comes last in a pass and is as large.
+    """
+
+    most: int
+    weight_gradient: int
+    embedding_gradient: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of the layers.
+
+    Attributes:
+        kept: by each layer for its backward, and by the last norm.
+        again: of each layer, most that its backward has besides: what is computed again, and temporaries.
+    """
+
+    kept: tuple[int, ...]
+    again: tuple[int, ...]
+
+    @property
+    def forward(self) -> int:
+        """When all layers have run."""
+        return sum(self.kept)
+
+    def backward(self, gradients: int) -> int:
+        """Most that is held in the backward of the layers, which frees a layer and leaves its gradients.
+
+        Args:
+            gradients: of a layer, that stay.
+        """
+        held, most = self.forward, 0
+        for kept, again in zip(reversed(self.kept), reversed(self.again), strict=True):
+            most = max(most, held + again)
+            held += gradients - kept
+        return most
+
+    @property
+    def most(self) -> int:
+        return self.backward(0)
+
+
+def loss_head(config: Config, spec: ModelSpec, positions: int) -> Head:
+    """One chunk of logits; gradients of the weight and of the hidden states; the hidden states; of one chunk a copy
+    of them and the product that becomes their gradient. The weight is copied where the product has another dtype."""
+    model, tables = config.model, embedding_dtype(config)
+    stored, compute = tables if spec.tied else model.params_dtype, BYTES[model.compute_dtype]
+    wide = _wide(model.loss_dtype, model.compute_dtype)
+    chunk = min(positions, max(1, _CHUNK_BYTES // (spec.vocab_size * wide)))
+    weight = spec.vocab_size * spec.hidden_size
+    copies = weight * wide if {stored, model.compute_dtype} != {_name(wide)} else 0
+    hidden = spec.hidden_size * (positions * (wide + compute) + 2 * chunk * wide)
+    return Head(
+        most=chunk * spec.vocab_size * wide + weight * wide + copies + hidden,
+        weight_gradient=weight * BYTES[stored],
+        embedding_gradient=weight * max(4, BYTES[tables]),
+    )
+
+
+def embedding_dtype(config: Config) -> str:
+    """What the embedding tables are stored in."""
+    return config.model.embedding_params_dtype or config.model.params_dtype
+
+
+def activations(config: Config, spec: ModelSpec, positions: int) -> Activations:
+    """Of one micro-batch, with what is computed again."""
+    layer = _Layer(config, spec)
+    chosen = recomputed_modules(config.recompute, spec.num_layers)
+    weights = _weight_copies(config, spec)
+    # Those of a layer that is computed again are made again as well.
+    kept = [positions * layer.kept(names) + weights * (WHOLE not in names) for names in chosen]
+    again = [positions * layer.again(names) + weights * (WHOLE in names) for names in chosen]
+    kept[-1] += positions * layer.residual  # input of the last norm
+    return Activations(tuple(kept), tuple(again))
+
+
+class _Layer:
+    """Bytes a position of one layer.
+
+    A norm keeps its input; the projections after it keep its output, attention its queries, keys, values and output,
+    which the output projection shares; SwiGLU its two inputs, and the projection after it the product.
+
+    Attributes:
+        residual: of hidden states between two layers.
+        parts: what goes where a module is computed again.
+        whole: all that is kept without recomputation.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec):
+        self._config, self._spec = config, spec
+        self._compute = BYTES[config.model.compute_dtype]
+        self.residual = spec.hidden_size * self._compute
+        self._inner = spec.intermediate_size * self._compute
+        norm, attention, core = self._norm(1, spec.hidden_size), *self._attention()
+        self.parts = {
+            "input_layernorm": norm,
+            "self_attn": attention,
+            "self_attn.attention_core": core,
+            "post_attention_layernorm": norm,
+            "mlp": self._feed_forward(),
+        }
+        self.whole = 4 * self.residual + 2 * norm + attention + self.parts["mlp"]
+
+    def _norm(self, rows: int, size: int) -> int:
+        """What a norm keeps besides its input, for each of its rows: copies, and one or two numbers."""
+        spec, model = self._spec, self._config.model
+        wide, is_layer_norm = _wide(model.layernorm_compute_dtype), spec.normalization == "LayerNorm"
+        copies = 0
+        if not spec.fused_norm:  # of the input, and what divides and multiplies
+            copies = wide * (1 + is_layer_norm) + (model.compute_dtype != _name(wide)) * wide
+        elif is_layer_norm and model.layernorm_compute_dtype != model.compute_dtype:
+            copies = BYTES[model.layernorm_compute_dtype]
+        return rows * (size * copies + wide * (1 + is_layer_norm))
+
+    def _attention(self) -> tuple[int, int]:
+        """Of the whole, and of the core alone; without the input of the projections."""
+        spec, heads = self._spec, self._spec.num_heads
+        rotated = spec.num_heads + spec.num_kv_heads
+        out = heads * spec.head_dim * self._compute
+        # Documents and blocks of a window are run in groups: each keeps its output, and their concatenation is kept.
+        is_windowed = (spec.sliding_window or math.inf) < spec.seq_length
+        is_grouped = is_windowed or self._config.micro_batch == "packed"
+        core = heads * _wide(self._config.model.compute_dtype) + is_grouped * out  # with the sums of exponentials
+        raw = rotated * spec.head_dim * self._compute + self._norm(rotated, spec.head_dim) if spec.qk_layernorm else 0
+        return core + 2 * rotated * spec.head_dim * self._compute + raw, core
+
+    def _feed_forward(self) -> int:
+        if not self._spec.gated:
+            return 2 * self._inner
+        return (3 if self._fuses_gate else 4) * self._inner
+
+    @property
+    def _fuses_gate(self) -> bool:
+        return self._spec.hidden_act in ("silu", "fusedswiglu")
+
+    def kept(self, recomputed: Sequence[str]) -> int:
+        if WHOLE in recomputed:
+            return self.residual
+        return self.whole - sum(self.parts[name] for name in recomputed)
+
+    def again(self, recomputed: Sequence[str]) -> int:
+        """Most that the backward holds besides: in the feed-forward, or in the attention when that is done."""
+        if WHOLE in recomputed:
+            return self.whole - self.residual + self._feed_forward_temporaries()
+        back = {name: self.parts[name] for name in recomputed}
+        mlp = back.get("mlp", 0)
+        done = self.parts["mlp"] - mlp + self.residual
+        attention = back.get("self_attn", 0) + back.get("self_attn.attention_core", 0) + self._attention_temporaries()
+        return max(mlp + self._feed_forward_temporaries(), attention - done)
+
+    def _feed_forward_temporaries(self) -> int:
+        """The gradient of the residual, and in the backward of the activation the gradients of its output and inputs;
+        its output is gone. A narrow dtype is widened: in `swiglu` both gate and gradient, with two float32 tensors
+        more; in the down projection, which has its turn first, gradient, result and input."""
+        wide, compute, inner = _wide(self._config.model.compute_dtype), self._compute, self._spec.intermediate_size
+        if wide == compute:
+            return self.residual + (1 + self._spec.gated) * self._inner
+        projection = self._spec.hidden_size * (compute + wide) + inner * (compute + wide)
+        if not self._spec.gated:
+            return projection
+        return max(projection, 2 * self.residual + 4 * wide * inner)
+
+    def _attention_temporaries(self) -> int:
+        """Gradients of output, queries, keys and values, and of the residual."""
+        spec = self._spec
+        return self.residual + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self._compute
+
+
+def _weight_copies(config: Config, spec: ModelSpec) -> int:
+    """Of a layer: `linear` in float32 and float64 keeps the weights that it had to convert."""
+    model = config.model
+    if model.compute_dtype in MASTERED or model.compute_dtype == model.params_dtype:
+        return 0
+    shapes = parameter_shapes(spec)
+    numbers = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0.") and len(s) > 1)
+    return numbers * BYTES[model.compute_dtype]
+
+
+def _wide(*dtypes: str) -> int:
+    """Bytes of the dtype that sums are formed in."""
+    return 8 if "float64" in dtypes else 4
+
+
+def _name(wide: int) -> str:
+    return "float64" if wide == 8 else "float32"
