@@ -1,9 +1,10 @@
-"""The dtype audit: what hooks see is what the configuration says, for any mix of dtypes, or the run ends."""
+"""The dtype audit: what hooks see is what the configuration says, for any mix of dtypes, or the run says so."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -192,19 +193,20 @@ def test_a_run_logs_what_its_first_step_used(extra, tiny, tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
 
 
-def test_a_run_ends_at_the_first_difference(tiny, tmp_path):
+def test_a_run_warns_of_a_difference(tiny, tmp_path, capsys):
     trainer = Trainer(tiny())
     trainer.model.layers["1"].mlp.down_proj.compute_dtype = BF16
-    with pytest.raises(TrainingError, match=r"mlp: compute should be float32.*layers\.1\.mlp\.down_proj"):
-        trainer.train()
-    assert not events(tmp_path / "run", "dtype_audit")
+    trainer.train()
+    (event,) = events(tmp_path / "run", "dtype_audit")
+    assert re.search(r"mlp: compute should be float32.*layers\.1\.mlp\.down_proj", event["difference"])
 
 
-def test_sums_of_gradients_in_another_dtype_end_the_run(tiny):
+def test_sums_of_gradients_in_another_dtype_are_a_difference(tiny, tmp_path):
     trainer = Trainer(tiny())
     trainer.step.sink = GradientSink(trainer.model.named_parameters(), torch.float64)
-    with pytest.raises(TrainingError, match=r"accumulation of gradients should be float32, but .* used float64"):
-        trainer.train()
+    trainer.train()
+    (event,) = events(tmp_path / "run", "dtype_audit")
+    assert re.search(r"accumulation of gradients should be float32, but .* used float64", event["difference"])
 
 
 def test_kinds_of_names():

@@ -246,6 +246,13 @@ def test_a_refused_resume_leaves_every_byte(changed, match, tiny, tmp_path):
     assert content(tmp_path / "run") == before
 
 
+def test_a_dtype_that_null_stands_for_may_be_written(tiny, tmp_path):
+    Trainer(tiny(*OFTEN), listeners=[Stop(2)]).train()
+    Trainer(tiny(*OFTEN, "model.embedding_params_dtype=float32"), resume="auto").train()
+    other = tiny(*OFTEN, "model.embedding_params_dtype=bfloat16")
+    refused(other, tmp_path / "run", "embedding_params_dtype: bfloat16, but .* has float32", error=ConfigError)
+
+
 def test_another_optimizer_is_refused_without_any_state(tiny, tmp_path):
     Trainer(tiny(*OFTEN, "optimizer.type=SGD")).train()
     message = refused(tiny(*OFTEN), tmp_path / "run", "optimizer.type: AdamW, but", error=ConfigError)

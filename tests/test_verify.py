@@ -1,6 +1,7 @@
 """The proof itself: it passes where the step is the same, and it can fail."""
 
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from samestep.config.load import load
+from samestep.config.schema import LossScaleConfig
 from samestep.data.batch import halves
 from samestep.data.dataset import load_data
 from samestep.errors import ConfigError
@@ -68,8 +70,35 @@ def test_sixteen_bits_are_judged_by_their_distance_to_the_truth(tiny, dtype, sto
 
 def test_a_loss_scale_that_overflows_proves_nothing(tiny):
     config = tiny("model.compute_dtype=float16", "training.loss_scale=1099511627776")
-    with pytest.raises(ConfigError, match="not finite at the scale 1.0995"):
+    with pytest.raises(ConfigError, match="not finite at the scale"):
         parity.run(config, layouts=parity.parse_layouts("ga=2"), cases=["even"])
+
+
+def test_float16_by_option_says_how_to_write_its_scale(tiny):
+    """A scale is refused for a config without float16, so the advice names both fields; and it works."""
+    config, layouts = tiny(), parity.parse_layouts("ga=2")
+    training = config.training.model_copy(update={"loss_scale": LossScaleConfig(fixed=2.0**40)})
+    with pytest.raises(ConfigError) as refused:
+        parity.run(config.model_copy(update={"training": training}), layouts=layouts, cases=["even"], dtype="float16")
+    advice = refused.value.fix.partition("--dtype out and add to the command line: ")[2].split()
+    assert advice == ["model.compute_dtype=float16", "training.loss_scale=1024"]
+    assert parity.run(tiny(*advice), layouts=layouts, cases=["even"]).passed
+
+
+def test_weights_are_cast_as_in_a_run(tiny, monkeypatch):
+    """Once a step where micro-batches follow each other, never in the reference or in its float64 truth."""
+    found = []
+    original = setup.build_step
+
+    def build(*arguments, casts_once):
+        found.append(casts_once)
+        return original(*arguments, casts_once=casts_once)
+
+    monkeypatch.setattr(parity, "build_step", build)
+    config = tiny("model.compute_dtype=bfloat16", "training.local_batch_size=4")
+    report = parity.run(config, layouts=parity.parse_layouts("ga=1 ga=2 config packed+tokens=48"), cases=["even"])
+    assert report.passed, [c.failures for c in report.comparisons]
+    assert found == [False, False, True, True, True, False]
 
 
 def test_the_mean_of_means_differs_at_every_accumulation(documents):
@@ -95,8 +124,8 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
     original = setup.build_step
     calls = []
 
-    def build(*arguments):
-        step = original(*arguments)
+    def build(*arguments, **options):
+        step = original(*arguments, **options)
         calls.append(step)
         if len(calls) > 1:
             gradients = step.sink.gradients
@@ -117,11 +146,34 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
         assert any(word in failure for failure in comparison.failures), comparison
 
 
+@pytest.mark.parametrize(
+    ("dtype", "settings"), [("float32", ()), ("float64", ()), ("bfloat16", ()), ("float32", ("training.exact=true",))]
+)
+def test_numbers_that_are_none_are_found(tiny, monkeypatch, dtype, settings):
+    """In one element of the weights, the moments or the gradients, or instead of a loss or a norm."""
+    original = parity.trace
+    layouts = parity.parse_layouts("ga=2")
+    for kind in ("weights", "moments", "gradients", "losses", "norms"):
+        for value in (math.nan, math.inf):
+
+            def poisoned(config, data, job, mesh, kind=kind, value=value):
+                found = original(config, data, job, mesh)
+                if job.layout != parity.REFERENCE:
+                    target = getattr(found, kind)
+                    target = next(iter(target.values())).view(-1) if isinstance(target, dict) else target
+                    target[0] = value
+                return found
+
+            monkeypatch.setattr(parity, "trace", poisoned)
+            (comparison,) = parity.run(tiny(*settings), layouts=layouts, cases=["even"], dtype=dtype).comparisons
+            assert any("not finite" in failure for failure in comparison.failures), (kind, value, comparison)
+
+
 def test_a_skip_that_touches_weights_is_found(tiny, monkeypatch):
     original = setup.build_step
 
-    def build(*arguments):
-        step = original(*arguments)
+    def build(*arguments, **options):
+        step = original(*arguments, **options)
         apply = step.updater.apply
 
         def leaky(gradients, coefficient, skip):
@@ -232,8 +284,8 @@ def sizes_run(monkeypatch):
     steps = []
     original = setup.build_step
 
-    def build(*arguments):
-        step = original(*arguments)
+    def build(*arguments, **options):
+        step = original(*arguments, **options)
         steps.append([])
         sums = step.objective.sums
 

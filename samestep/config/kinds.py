@@ -118,6 +118,8 @@ def clip_threshold(value: Any) -> Any:
 
 
 def power_of_two(value: float) -> float:
+    if not 2.0**-126 <= value <= 2.0**127:
+        raise ConfigError(f"{value:g} is out of the range of float32", fix="write 65536, or remove it")
     if math.frexp(value)[0] != 0.5:
         nearest = 2.0 ** round(math.log2(value))
         raise ConfigError(f"{value:g} is no power of two, so it would round every gradient", fix=f"write {nearest:g}")

@@ -111,6 +111,14 @@ class LossScaleConfig(Section):
                 field=f"training.loss_scale.{moved[0]}",
                 fix="remove it, or write fixed: null",
             )
+        for name in ("fixed", "init", "min_scale"):
+            value = getattr(self, name)
+            if value is not None and value < 2.0**-24:
+                raise ConfigError(
+                    f"{value:g} would leave nothing of the gradients in float16",
+                    field=f"training.loss_scale.{name}",
+                    fix="write 1 or more",
+                )
         if self.init < self.min_scale:
             raise ConfigError(
                 f"{self.init} is below min_scale {self.min_scale}",
@@ -723,6 +731,18 @@ class Config(Section):
                 "stochastic rounding is for bfloat16, but weights are stored in float16",
                 field="optimizer.master_weights",
                 fix="write float32, or model.params_dtype: bfloat16",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _state_is_of_float32(self) -> Config:
+        stored = {self.model.params_dtype, self.model.embedding_params_dtype}
+        if self.optimizer.state_dtype != "float32" and "float64" in stored:
+            raise ConfigError(
+                f"{self.optimizer.state_dtype} is for weights of 32 bits or less; those in float64 keep their state in "
+                "float64",
+                field="optimizer.state_dtype",
+                fix="write float32, or model.params_dtype: float32",
             )
         return self
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from samestep.ops import Precision, linear
+from samestep.ops.dispatch import reference_ops
 from samestep.ops.precision import is_narrow
 
 
@@ -29,12 +30,16 @@ class Linear(nn.Module):
 @contextmanager
 def cast_once(model: nn.Module) -> Iterator[None]:
     """Inside, the weights of linear layers are cast to the compute dtype once, not in every pass; they must not
-    change. Takes the memory of these copies."""
+    change. Takes the memory of these copies; where there is none, they are cast in every pass as ever."""
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     try:
-        for layer in layers:
-            if is_narrow(layer.compute_dtype) and layer.weight.dtype != layer.compute_dtype:
-                layer.cast = layer.weight.detach().to(layer.compute_dtype)
+        try:
+            for layer in layers if not reference_ops() else ():
+                if is_narrow(layer.compute_dtype) and layer.weight.dtype != layer.compute_dtype:
+                    layer.cast = layer.weight.detach().to(layer.compute_dtype)
+        except torch.OutOfMemoryError:
+            for layer in layers:
+                layer.cast = None
         yield
     finally:
         for layer in layers:

@@ -34,7 +34,7 @@ from samestep.ops import has_native_matmul, parse_dtype, wide
 from samestep.ops.dispatch import reference_ops
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
-from samestep.parallel.data import local
+from samestep.parallel.data import is_distributed, local
 from samestep.step.objective import Objective
 from samestep.step.step import TrainStep
 from samestep.step.update import Updater
@@ -58,6 +58,8 @@ _LEAST_MESSAGE = 64
 """Elements of a message of gradients; losses are fewer."""
 _SAMPLE = 1024
 """Elements by which a tensor is found to hold only numbers of a narrower dtype."""
+_UNITS = ("norm", "loss_head")
+"""Modules besides the layers whose weights may be gathered on their own."""
 _WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -134,8 +136,7 @@ class Observer:
         """Observe the forward passes in here."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                is_layer = isinstance(module, Layer)
-                if name and (self._operators or is_layer):
+                if name and (self._operators or isinstance(module, Layer) or name in _UNITS):
                     stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
                     stack.callback(module.register_forward_hook(self._leaving(), always_call=True).remove)
             if self._operators:
@@ -160,10 +161,10 @@ class Observer:
             self._stack.append((name, module, self._calls))
             if isinstance(module, Layer):
                 self._note(STREAM, {inputs[0].dtype}, f"input of {name}")
-                # In here sharded weights are gathered.
-                self._note_weights(module.named_parameters(prefix=name))
                 everything = self._model.named_parameters(remove_duplicate=False)  # a tied head has its table's
                 self._note_weights(pair for pair in everything if not pair[0].startswith("layers."))
+            if isinstance(module, Layer) or name in _UNITS:
+                self._note_weights(module.named_parameters(prefix=name))
 
         return enter
 
@@ -179,7 +180,7 @@ class Observer:
     def _note_weights(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in parameters:
             kind = kind_of(name)
-            if kind is not None:
+            if kind is not None and not is_distributed(parameter):  # gathered, in its unit and not before
                 self.weights[kind].add(parameter.dtype)
 
     def _note(self, kind: str, dtypes: set[torch.dtype], where: str) -> None:
@@ -331,17 +332,15 @@ class DtypeAudit:
         self.observer = Observer(model, operators=not (is_compiled or reference_ops()))
         self.is_done = False
         self.has_seen_loss = False
-        self._is_watched = False
         self._gradients: dict[str, set[torch.dtype]] = defaultdict(set)
         self._ears = ExitStack()
 
     @contextmanager
     def first_step(self, step: TrainStep, micro_batches: int) -> Iterator[None]:
-        """Observe the step that is taken in here, if it is the first one of this process."""
-        if self._is_watched:
+        """Observe the step that is taken in here, until `check`."""
+        if self.is_done:
             yield
             return
-        self._is_watched = True
         objective = step.objective
         step.objective = _Observed(objective, self, micro_batches)
         try:

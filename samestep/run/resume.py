@@ -31,7 +31,9 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def _value(config: Config, field: str) -> Any:
-    return reduce(getattr, field.split("."), config)
+    """What a field means: null is the dtype that it stands for."""
+    value = reduce(getattr, field.split("."), config)
+    return config.model.params_dtype if field == "model.embedding_params_dtype" and value is None else value
 
 
 def find_checkpoint(resume: str, folder: Path, root: Path, root_field: str) -> tuple[Path | None, list[str]]:

@@ -421,10 +421,28 @@ class Trainer:
 
     def _record_findings(self, report: StepReport, batches: Sequence[Batch], samples: range) -> None:
         if not (self.audit.is_done or report.skipped):
-            self.metrics.event("dtype_audit", self.state.step, **self.audit.check(self.step.updater))
+            self._record_audit()
         for finding in self.watch.after(self.state.step, report, batches, samples):
             self.metrics.event(finding.event, self.state.step, message=finding.message, **finding.details)
             self.display.say(f"warning: step {self.state.step}: {finding.message}")
+
+    def _record_audit(self) -> None:
+        """Of the first update. A dtype that is not the expected one does not end the run: its numbers are finite, and
+        the eye of the audit may err where the operators of a device are not known to it."""
+        try:
+            own: dict[str, Any] = self.audit.check(self.step.updater)
+        except TrainingError as error:
+            own = {"difference": str(error)}
+        found = self.mesh.gather(own)
+        difference = next((seen for seen in found if "difference" in seen), None)
+        if difference is not None:
+            self.metrics.event("dtype_audit", self.state.step, **difference)
+            self.warn(difference["difference"])
+            return
+        # A rank without targets has not seen everything.
+        unseen = [kind for kind in own["compute_not_seen"] if all(kind in seen["compute_not_seen"] for seen in found)]
+        sent = sorted({dtype for seen in found for dtype in seen["sent"]})
+        self.metrics.event("dtype_audit", self.state.step, **own | {"compute_not_seen": unseen, "sent": sent})
 
     def _record_compiling(self) -> None:
         total = compile_seconds()

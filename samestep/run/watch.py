@@ -25,6 +25,7 @@ from samestep.parallel.data import free, local
 from samestep.parallel.mesh import Mesh
 from samestep.pass_memory import MASTERED
 from samestep.step.objective import Objective
+from samestep.step.recovery import is_out_of_memory
 from samestep.step.step import NO_TARGETS, OVERFLOW, StepReport, TrainStep
 from samestep.step.update import Updater
 
@@ -164,7 +165,12 @@ def first_not_finite(
                 if name and not (is_compiled and _is_inside_compiled(name)):
                     for hook in _watch_module(name, module, flags):
                         stack.callback(hook.remove)
-            objective.sums(model, batch.to(mesh.device))
+            try:
+                objective.sums(model, batch.to(mesh.device))
+            except Exception as error:
+                if mesh.weights is not None or not is_out_of_memory(error):
+                    raise
+                continue  # a micro-batch that the step had to halve: not worth the run
         bad = torch.stack([flag for _, flag in flags]).tolist()
         if found is None and any(bad):
             place = bad.index(True)

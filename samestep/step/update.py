@@ -191,8 +191,13 @@ class Updater:
                 group["lr"].fill_(self.learning_rate)
             else:
                 group["lr"] = self.learning_rate
+        if not gradients:
+            return
         if not self._reads_first:
-            take = partial(self._take_on_device, coefficient=coefficient, skip=skip)
+            # Offloaded weights are on another device than the decision. PyTorch would copy it without waiting for it.
+            device = self._part(next(iter(gradients.values()))).device
+            scale, flag = coefficient.reciprocal().float().to(device), skip.float().to(device)
+            take = partial(self._take_on_device, coefficient=coefficient, scale=scale, skip=flag)
         else:
             # Other optimizers have no hooks for it (fused SGD has, but leaves its momentum uninitialised when its first
             # step is skipped).
@@ -216,7 +221,12 @@ class Updater:
         self._step(gradients)
 
     def _take_on_device(
-        self, gradients: Mapping[str, torch.Tensor], *, coefficient: torch.Tensor, skip: torch.Tensor
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        coefficient: torch.Tensor,
+        scale: torch.Tensor | None,
+        skip: torch.Tensor,
     ) -> None:
         """The same, with a decision that stays on the device.
 
@@ -229,10 +239,7 @@ class Updater:
         if any(gradient.dtype == torch.float64 for gradient in given):
             scale_(given, coefficient)
             scale = None
-        else:
-            scale = coefficient.reciprocal().float().to(given[0].device)
-        # Offloaded weights are on another device than the decision. PyTorch would copy it without waiting for it.
-        vars(self.optimizer).update(grad_scale=scale, found_inf=skip.float().to(given[0].device))
+        vars(self.optimizer).update(grad_scale=scale, found_inf=skip)
         self._step(gradients)
 
     def _give(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

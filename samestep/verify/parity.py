@@ -74,6 +74,7 @@ class VerifyLayout:
     Attributes:
         out_of_memory: in the first step this micro-batch of the last rank, from 1 on, runs out of memory once, half-way
             through its backward pass; not in `all_empty`, whose second step may have other micro-batches.
+        casts_once: whether weights are cast to the compute dtype once a step, as `training.cast_weights` says.
     """
 
     name: str
@@ -84,6 +85,7 @@ class VerifyLayout:
     out_of_memory: int | None = None
     replicate: int = 1
     shard: int = 1
+    casts_once: bool = False
 
     @property
     def ranks(self) -> int:
@@ -354,14 +356,22 @@ def _is_double(precision: Precision) -> bool:
 
 
 def _resolved(layout: VerifyLayout, config: Config, facts: DataFacts) -> VerifyLayout:
-    """With the kind and the budget of micro-batches that a run of the config on as many ranks would have here."""
+    """With what a run on as many ranks would do here: casts, and by the config the kind and budget of micro-batches."""
     if not layout.by_config:
-        return layout
+        return replace(layout, casts_once=_casts_once(layout, config, facts.step_lengths))
     parallelism = config.parallelism.model_copy(update={"data_parallel_shard": layout.shard})
     device = choose_device()
     memory = device_memory(device) // (layout.ranks if device.type == "cpu" else 1)
     plan = make_plan(config.model_copy(update={"parallelism": parallelism}), layout.ranks, facts, memory_limit=memory)
-    return replace(layout, tokens=plan.local_batch_tokens, micro_batch=config.micro_batch)
+    return replace(layout, tokens=plan.local_batch_tokens, micro_batch=config.micro_batch, casts_once=plan.casts_once)
+
+
+def _casts_once(layout: VerifyLayout, config: Config, lengths: Sequence[int]) -> bool:
+    """As the plan decides it, for micro-batches that are not the config's; there is memory for such small proofs."""
+    if config.compile or layout.shard > 1 or config.training.cast_weights == "every_micro_batch":
+        return False
+    passes = len(lengths) if config.training.exact else max(map(len, _groups(config, lengths, layout)))
+    return passes > 1 or config.training.cast_weights == "once_per_step"
 
 
 def _check_size(layout: VerifyLayout, config: Config, lengths: Sequence[int]) -> None:
@@ -436,7 +446,9 @@ def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
         config = config.model_copy(update={"recompute": RecomputeConfig(), "compile": compiled})
     model = build_model(config, data.tokenizer.vocab_size, mesh, job.precision)
     every = config.parallelism.reduce == "every_micro_batch"
-    step = build_step(config, model, mesh, "every_micro_batch" if every else "once_per_step")
+    step = build_step(
+        config, model, mesh, "every_micro_batch" if every else "once_per_step", casts_once=layout.casts_once
+    )
     order = make_order(config, data)
     consumed = 0
     if case == "all_empty":  # with moments that a step without targets could decay
@@ -465,7 +477,10 @@ def trace(config: Config, data: Data, job: Job, mesh: Mesh) -> Trace:
             raise ConfigError(
                 f"gradients are not finite at the scale {report.loss_scale:g}, so there is no step to compare",
                 field="training.loss_scale",
-                fix="write a smaller one, such as 1024",
+                fix="write a smaller one, such as 1024"
+                if config.model.has_float16
+                else "leave --dtype out and add to the command line: "
+                "model.compute_dtype=float16 training.loss_scale=1024",
             )
         if case == "all_empty":
             changed = _changed(untouched, _all_state(step.updater))
@@ -609,6 +624,10 @@ class _Judge:
             self.failures.append("no micro-batch ran out of memory")
         if found.touched:
             self.failures.append(f"a step without targets changed {len(found.touched)} tensors: {found.touched[0]}")
+        for kind in ("weights", "moments"):
+            odd = [name for name, tensor in getattr(found, kind).items() if not tensor.isfinite().all()]
+            if odd:
+                self.failures.append(f"{kind} are not finite: {odd[0]}")
 
     def double(self) -> Comparison:
         gradient, worst = gradient_error(self.reference.gradients, self.found.gradients)
@@ -663,7 +682,7 @@ class _Judge:
         for key, weight in self.found.weights.items():
             scale = max(float(wanted[key].norm()), rate * math.sqrt(weight.numel()))
             error = float((weight - wanted[key]).norm()) / scale
-            if error >= worst:
+            if error >= worst or math.isnan(error):
                 worst, name = error, key
         return worst, name
 
@@ -678,12 +697,14 @@ class _Judge:
                     continue
                 error = abs(value - wanted) / abs(wanted)
                 self._bound(f"{name} of step {number}", error, first if number == 1 else bound)
-                worst = max(worst, error)
+                worst = _larger(worst, error)
             result.append(worst)
         return result[0], result[1]
 
     def _bound(self, what: str, error: float, bound: float, where: str = "") -> None:
-        if not error <= bound:
+        if not math.isfinite(error):
+            self.failures.append(f"{what} is not finite" + (f" at {where}" if where else ""))
+        elif error > bound:
             self.failures.append(f"{what} {error:.2e} > {bound:.0e}" + (f" at {where}" if where else ""))
 
     def _result(
@@ -747,7 +768,7 @@ def _distance(truth: Tensors, found: Tensors) -> float:
     """|G - G_truth| / |G_truth| over all parameters together."""
     difference = sum(float((found[name] - gradient).norm()) ** 2 for name, gradient in truth.items())
     total = sum(float(gradient.norm()) ** 2 for gradient in truth.values())
-    return math.sqrt(difference / total) if total else 0.0
+    return math.sqrt(difference / total) if total else (math.inf if difference else 0.0)
 
 
 def _largest_difference(reference: Tensors, found: Tensors, without: tuple[str, ...]) -> float:
@@ -758,8 +779,13 @@ def _largest_difference(reference: Tensors, found: Tensors, without: tuple[str, 
             continue
         size = float(tensor.norm())
         difference = float((found[name] - tensor).norm())
-        worst = max(worst, difference / size if size else difference)
+        worst = _larger(worst, difference / size if size else difference)
     return worst
+
+
+def _larger(one: float, other: float) -> float:
+    """NaN where one of them is, unlike `max`, so that no bound holds."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def _first_update(config: Config, weights: Tensors, gradients: Tensors, rate: float) -> Tensors:
