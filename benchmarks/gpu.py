@@ -38,12 +38,9 @@ from samestep.data.batch import Batch, collate
 from samestep.data.rows import Sample
 from samestep.families import parameter_count, resolve_model
 from samestep.parallel.mesh import Mesh, choose_device
-from samestep.run.metrics import PeakMemory
+from samestep.run.metrics import PeakMemory, peak_flops
 from samestep.run.setup import build_model, build_step, describe_machine
 from samestep.step.step import TrainStep
-
-PEAKS = {"H100": 989e12, "H200": 989e12}
-"""Dense bfloat16 FLOP/s of the SXM boards, by a part of the device's name."""
 
 ROWS = 16
 SPLITS = ((4, 4), (1, 16), (16, 1))
@@ -117,11 +114,6 @@ def micro_batches(shape: Shape, count: int, rows: int) -> list[Batch]:
 
 def flops_per_token(shape: Shape, parameters: int) -> float:
     return 6 * parameters + 6 * shape.layers * shape.length * shape.hidden
-
-
-def peak_flops(device: torch.device) -> float | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def wait(device: torch.device) -> None:

@@ -25,8 +25,9 @@ from samestep.config.load import from_dict
 from samestep.config.schema import Config
 from samestep.data.batch import Batch
 from samestep.data.rows import Sample
+from samestep.length import DataFacts
 from samestep.parallel.mesh import Mesh
-from samestep.plan import DataFacts, Plan, make_plan
+from samestep.plan import Plan, make_plan
 from samestep.run.setup import build_model, build_step, collate_groups
 
 MIB = 2**20

@@ -1,7 +1,7 @@
 """Whole runs against `transformers.Trainer`: the same model, data, update and threads, interleaved on a CPU.
 
-Each side is a process of its own that takes one step at a time, by turns with the others, so that whatever else the
-machine does falls on all of them. First every side takes one step alone, and its gradient is compared with
+Each side is a process of its own that takes a step or a few at a time, by turns with the others, so that whatever else
+the machine does falls on all of them. First every side takes one step alone, and its gradient is compared with
 samestep's: a speed-up with another update does not count. (Before clipping: PyTorch's float32 norm of a large
 parameter is off by up to 1e-3, which would hide everything else.) Then come the times: medians, and medians of the
 ratios of steps of the same round. Memory is the peak of the process's resident set.
@@ -43,12 +43,14 @@ class Case:
     Attributes:
         config: of samestep; the others have its first weights, rows, order and micro-batches.
         sides: names; see `SIDES`.
+        turn: steps that a side takes at a time. One of a few milliseconds would mostly load the caches again.
         changes: of the config, by side.
     """
 
     config: dict[str, Any]
     sides: tuple[str, ...] = ("samestep", "transformers")
     rounds: int = 12
+    turn: int = 1
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -93,21 +95,39 @@ def cases() -> dict[str, Case]:
     chat = base(small | {"seq_length": 2048}, 16, 4, CHATS, 4096)
     few = base(llama(512, 2, 8, 1376, 128_000, 1024), 4, 4, {}, 4096)
     spread = base(small, 16, 16, PLAYS, 4096)
+    by_budget = {"local_batch_size": None, "local_batch_tokens": 4096}
     tiny = llama(128, 4, 4, 344, 82, 64)
     return {
-        "fixed": Case(fixed, ("samestep", "samestep compiled", "transformers", "transformers compiled", "products")),
-        "chat": Case(chat, changes={"samestep": {"training": {"local_batch_size": None, "local_batch_tokens": 4096}}}),
+        "fixed": Case(
+            fixed, ("samestep", "samestep compiled", "transformers", "transformers compiled", *FLOORS), rounds=6
+        ),
+        "chat": Case(
+            chat,
+            ("samestep", "samestep padded", "transformers"),
+            rounds=6,
+            changes={side: {"training": by_budget} for side in ("samestep", "samestep padded")},
+        ),
         "vocabulary": Case(few, rounds=5),
         "accumulation": Case(spread, ("samestep", "16 micro-batches"), rounds=8),
         "start": Case(base(tiny, 12, 12, PLAYS, 512) | {"tokenizer": {"type": "char"}}),
-        "tiny": Case(base(tiny, 12, 12, PLAYS, 512) | {"tokenizer": {"type": "char"}}, rounds=200),
+        "tiny": Case(
+            base(tiny, 12, 12, PLAYS, 512) | {"tokenizer": {"type": "char"}},
+            ("samestep", "samestep compiled", "transformers", *FLOORS),
+            rounds=15,
+            turn=20,
+        ),
     }
 
 
 CHANGES: dict[str, dict[str, Any]] = {
     "samestep compiled": {"compile": True},
+    "samestep padded": {"training": {"micro_batch": "padded"}},
     "16 micro-batches": {"training": {"local_batch_size": 1}},
 }
+
+
+FLOORS = ("products", "products, attention")
+"""What no trainer can do without."""
 
 
 def few_targets(folder: Path) -> dict[str, Any]:
@@ -124,21 +144,31 @@ def few_targets(folder: Path) -> dict[str, Any]:
 
 
 class Gate:
-    """Tells the parent of every step that ended, and waits to be sent into the next."""
+    """Tells the parent of the first step, then of every turn that ended, and waits to be sent into the next."""
 
-    def __init__(self, replies: int, last: int):
-        self.replies, self.last, self.step = os.fdopen(replies, "w"), last, 0
-        self.began, self.began_cpu = time.perf_counter(), time.process_time()
+    def __init__(self, replies: int, last: int, turn: int):
+        self._replies, self._last, self._turn = os.fdopen(replies, "w"), last, turn
+        self._step = self._targets = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     def pass_(self, targets: int) -> bool:
         """A step has ended, which is the interval since the last time; False after the last one."""
-        took = {"seconds": time.perf_counter() - self.began, "cpu": time.process_time() - self.began_cpu}
-        self.step += 1
-        print(json.dumps(took | {"targets": targets, "peak": peak()}), file=self.replies, flush=True)
-        if self.step == self.last:
+        self._step += 1
+        self._targets += targets
+        if (self._step - 1) % self._turn:
+            return True
+        steps = self._turn if self._step > 1 else 1
+        took = time.perf_counter() - self._began, time.process_time() - self._began_cpu, self._targets
+        reply = dict(zip(("seconds", "cpu", "targets"), (total / steps for total in took), strict=True))
+        print(json.dumps(reply | {"peak": peak()}), file=self._replies, flush=True)
+        if self._step == self._last:
             return False
         sys.stdin.readline()
-        self.began, self.began_cpu = time.perf_counter(), time.process_time()
+        self._targets = 0
+        self._begin()
         return True
 
 
@@ -271,11 +301,11 @@ def prepare(config: dict[str, Any], folder: Path, steps: int) -> None:
     twin.save_pretrained(folder / "model")
 
 
-def run_products(config: dict[str, Any], gate: Gate) -> None:
+def run_products(config: dict[str, Any], gate: Gate, attention: bool) -> None:
     """The matrix products of a step and nothing else: three for each linear map and for the head. Those of attention
-    are left out.
-    """
+    are left out, or done by PyTorch's fused kernel."""
     import torch
+    import torch.nn.functional as F
 
     model, training = config["model"], config["training"]
     hidden, inner = model["hidden_size"], model["intermediate_size"]
@@ -287,8 +317,14 @@ def run_products(config: dict[str, Any], gate: Gate) -> None:
     outputs = {b: torch.randn(tokens, b) for b in {w.shape[1] for w in weights}}
     sums = {shape: torch.zeros(shape) for shape in {tuple(w.shape) for w in weights}}
     count = training["global_batch_size"] // training["local_batch_size"]
+    heads = model["num_attention_heads"]
+    shape = (training["local_batch_size"], heads, model["seq_length"], hidden // heads)
+    qkv = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    ones = torch.ones(shape)
     while True:
         for _ in range(count):
+            for _ in layers if attention else ():
+                torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=True), qkv, ones)
             for weight in weights:
                 x, y = inputs[weight.shape[0]], outputs[weight.shape[1]]
                 torch.mm(x, weight, out=outputs[weight.shape[1]])
@@ -306,7 +342,9 @@ SIDES: dict[str, Callable[[dict[str, Any], Gate, Path | None], None]] = {
     "16 micro-batches": run_samestep,
     "transformers": lambda config, gate, path: run_transformers(config, gate, path, compiled=False),
     "transformers compiled": lambda config, gate, path: run_transformers(config, gate, path, compiled=True),
-    "products": lambda config, gate, path: run_products(config, gate),
+    "samestep padded": run_samestep,
+    "products": lambda config, gate, path: run_products(config, gate, attention=False),
+    "products, attention": lambda config, gate, path: run_products(config, gate, attention=True),
 }
 
 
@@ -316,9 +354,10 @@ SIDES: dict[str, Callable[[dict[str, Any], Gate, Path | None], None]] = {
 class Side:
     """A process that waits between its steps."""
 
-    def __init__(self, name: str, config: dict[str, Any], last: int, gradients_to: Path | None = None):
+    def __init__(self, name: str, config: dict[str, Any], turns: int, turn: int = 1, gradients_to: Path | None = None):
         reader, writer = os.pipe()
-        command = [sys.executable, __file__, "--side", name, str(writer), str(last), str(gradients_to or "")]
+        numbers = map(str, (writer, turns * turn + 1, turn))
+        command = [sys.executable, __file__, "--side", name, *numbers, str(gradients_to or "")]
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writer,), text=True
@@ -329,7 +368,9 @@ class Side:
         os.close(writer)
         self.replies = os.fdopen(reader)
 
-    def step(self, first: bool = False) -> dict[str, float]:
+    def turn(self, first: bool = False) -> dict[str, float]:
+        """Seconds, processor time and targets of a step of the next turn, and the peak of memory; the first turn is
+        one step, which begins by itself."""
         if not first:
             assert self.process.stdin is not None
             self.process.stdin.write("\n")
@@ -347,8 +388,8 @@ class Side:
 
 def configs(case: Case, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, side in enumerate(case.sides):
-        change = CHANGES.get(side, {}) | case.changes.get(side, {})
-        yield side, merged(case.config, change) | {"output_dir": str(folder / f"run{index}")}
+        config = merged(merged(case.config, CHANGES.get(side, {})), case.changes.get(side, {}))
+        yield side, config | {"output_dir": str(folder / f"run{index}")}
 
 
 def compare(name: str, case: Case, rounds: int) -> None:
@@ -356,7 +397,7 @@ def compare(name: str, case: Case, rounds: int) -> None:
         folder = Path(text)
         if not case.config["train_dataset"]:
             case.config["train_dataset"] = few_targets(folder)
-        prepare(case.config | {"output_dir": str(folder / "none")}, folder, rounds + 2)
+        prepare(case.config | {"output_dir": str(folder / "none")}, folder, 1 + case.turn * (rounds + 1))
         settings = dict(configs(case, folder))
         for side, config in settings.items():
             if side.startswith("transformers"):
@@ -367,7 +408,7 @@ def compare(name: str, case: Case, rounds: int) -> None:
         if name == "start":
             time_starts(name, settings)
         else:
-            time_steps(name, settings, rounds)
+            time_turns(name, settings, rounds, case.turn)
 
 
 def check_updates(name: str, settings: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -376,12 +417,12 @@ def check_updates(name: str, settings: dict[str, dict[str, Any]], folder: Path) 
 
     truth = None
     for side, config in settings.items():
-        if side == "products":
+        if side in FLOORS:
             continue
         path = folder / "gradients.safetensors"
         unclipped = merged(config, {"training": {"max_norm": 1e9}})
-        process = Side(side, unclipped, 1, path)
-        process.step(first=True)
+        process = Side(side, unclipped, 0, gradients_to=path)
+        process.turn(first=True)
         process.close()
         gradients = load_file(path)
         if truth is None:
@@ -395,16 +436,16 @@ def check_updates(name: str, settings: dict[str, dict[str, Any]], folder: Path) 
             raise SystemExit("that is another update: no comparison")
 
 
-def time_steps(name: str, settings: dict[str, dict[str, Any]], rounds: int) -> None:
-    sides = {side: Side(side, config, rounds + 2) for side, config in settings.items()}
+def time_turns(name: str, settings: dict[str, dict[str, Any]], rounds: int, turn: int) -> None:
+    sides = {side: Side(side, config, rounds + 1, turn) for side, config in settings.items()}
     for process in sides.values():
-        process.step(first=True)
+        process.turn(first=True)
     for process in sides.values():
-        process.step()  # the second step is still slower: memory is set aside, kernels are compiled for more shapes
+        process.turn()  # the second step is still slower: memory is set aside, kernels are compiled for more shapes
     results: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, process in sides.items():
-            results[side].append(process.step())
+            results[side].append(process.turn())
     for process in sides.values():
         process.close()
     first = results["samestep"]
@@ -427,8 +468,8 @@ def time_starts(name: str, settings: dict[str, dict[str, Any]]) -> None:
     seconds: dict[str, list[float]] = {side: [] for side in settings}
     for round_ in range(STARTS + 1):
         for side, config in settings.items():
-            process = Side(side, config | {"output_dir": f"{config['output_dir']}-{round_}"}, 1)
-            process.step(first=True)
+            process = Side(side, config | {"output_dir": f"{config['output_dir']}-{round_}"}, 0)
+            process.turn(first=True)
             if round_:  # the first one reads files into the page cache
                 seconds[side].append(time.perf_counter() - process.started)
             process.close()
@@ -439,9 +480,9 @@ def time_starts(name: str, settings: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--side"]:
-        name, replies, last, path = sys.argv[2:6]
+        name, replies, last, turn, path = sys.argv[2:7]
         config = json.loads(sys.stdin.readline())
-        SIDES[name](config, Gate(int(replies), int(last)), Path(path) if path else None)
+        SIDES[name](config, Gate(int(replies), int(last), int(turn)), Path(path) if path else None)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = cases()

@@ -181,18 +181,19 @@ def verify(
 ) -> None:
     """Prove that the split of the batch does not change the step. Exit code 1 where it does."""
     from samestep.verify import parity
+    from samestep.verify.layouts import parse_cases, parse_layouts
 
     loaded = load(config, overrides or [])
     if dtype not in parity.DTYPES:
         raise ConfigError(f"{dtype!r} is no choice", field="--dtype", fix=f"write one of: {', '.join(parity.DTYPES)}")
     if grid and layouts is not None:
         raise ConfigError("the grid has its own layouts", field="--layouts", fix="write --grid or --layouts")
-    chosen = parity.parse_cases(cases) if cases is not None else parity.CASES
+    chosen = parse_cases(cases) if cases is not None else parity.CASES
     with _located(loaded):
         if grid:
             report = parity.run_grid(loaded.config, cases=chosen, dtype=dtype, steps=steps)
         else:
-            named = parity.parse_layouts(layouts) if layouts is not None else None
+            named = parse_layouts(layouts) if layouts is not None else None
             report = parity.run(loaded.config, layouts=named, cases=chosen, dtype=dtype, steps=steps)
     _show_parity(report)
     if as_json is not None:

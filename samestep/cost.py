@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samestep.config.schema import Config
+from samestep.dtypes import BYTES, NARROW
 from samestep.families import ModelSpec, parameter_count, parameter_shapes
-from samestep.pass_memory import BYTES, MASTERED, Activations, Head, activations, embedding_dtype, loss_head
+from samestep.pass_memory import Activations, Head, activations, loss_head
 
 _FREED = {"default": (True, False), "always": (True, True), "never": (False, False)}
 """`reshard_after_forward_policy` -> whether gathered weights of the layers, and of the rest, are freed after use."""
@@ -122,7 +123,7 @@ class _Units:
     def rest_bytes(self, config: Config) -> int:
         """Of the rest as it is stored."""
         others = (self.rest - self.tables) * BYTES[config.model.params_dtype]
-        return self.tables * BYTES[embedding_dtype(config)] + others
+        return self.tables * BYTES[config.model.embedding_storage] + others
 
     @property
     def all(self) -> int:
@@ -186,11 +187,11 @@ def _memory(config: Config, spec: ModelSpec, split: Split, units: _Units, reduce
     count = math.ceil(parameter_count(spec) / shares)
     weight = BYTES[model.params_dtype]
     tables = math.ceil(_table_numbers(spec) / shares)
-    stored = ((embedding_dtype(config), tables), (model.params_dtype, count - tables))
+    stored = ((config.model.embedding_storage, tables), (model.params_dtype, count - tables))
     # Shards of weights that are stored in 16 bits are the float32 masters themselves.
-    parameters = sum(n * (4 if dtype in MASTERED and split.shard > 1 else BYTES[dtype]) for dtype, n in stored)
+    parameters = sum(n * (4 if dtype in NARROW and split.shard > 1 else BYTES[dtype]) for dtype, n in stored)
     has_masters = config.optimizer.master_weights == "float32" and split.shard == 1
-    masters = sum(n * 4 for dtype, n in stored if dtype in MASTERED and has_masters)
+    masters = sum(n * 4 for dtype, n in stored if dtype in NARROW and has_masters)
     state = _STATE[config.optimizer.state_dtype] if weight <= 4 else weight
     optimizer = math.ceil(_state_numbers(config, spec) / shares * state)
     casts = math.ceil(_linear_numbers(spec) / shares) * BYTES[model.compute_dtype] if split.casts_once else 0

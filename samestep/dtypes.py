@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from samestep.config.schema import Config
 from samestep.families import ModelSpec
-from samestep.pass_memory import MASTERED
 
 EMBEDDING, STREAM, NORM, HEAD_NORM = "embedding", "hidden states", "norm", "q/k norm"
 ATTENTION, ROTARY, SOFTMAX = "attention products", "rotary", "attention softmax"
 MLP, HEAD, LOSS = "mlp", "head", "loss"
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NARROW = {"bfloat16", "float16"}
 PRODUCTS = (ATTENTION, MLP, HEAD)
 """Kinds that multiply matrices."""
 _EXACT = "int64"
@@ -65,10 +66,10 @@ def expected_dtypes(config: Config, spec: ModelSpec, ranks: int) -> tuple[KindDt
         ranks: data-parallel ones, over which gradients are summed.
     """
     model = config.model
-    tables = model.embedding_params_dtype or model.params_dtype
+    tables = model.embedding_storage
     storage = {EMBEDDING: tables, HEAD: tables if spec.tied else model.params_dtype}
     compute = {
-        EMBEDDING: _wide(tables),
+        EMBEDDING: wide(tables),
         STREAM: model.compute_dtype,
         NORM: model.layernorm_compute_dtype,
         HEAD_NORM: model.layernorm_compute_dtype,
@@ -77,7 +78,7 @@ def expected_dtypes(config: Config, spec: ModelSpec, ranks: int) -> tuple[KindDt
         SOFTMAX: model.softmax_compute_dtype,
         MLP: model.compute_dtype,
         HEAD: model.compute_dtype,
-        LOSS: _wide(model.loss_dtype, model.compute_dtype),
+        LOSS: wide(model.loss_dtype, model.compute_dtype),
     }
     absent = {HEAD_NORM: not spec.qk_layernorm, ROTARY: spec.learned_positions}
     has_weights = (EMBEDDING, NORM, HEAD_NORM, ATTENTION, MLP, HEAD)
@@ -90,14 +91,15 @@ def expected_dtypes(config: Config, spec: ModelSpec, ranks: int) -> tuple[KindDt
     return tuple(rows)
 
 
-def _wide(*dtypes: str) -> str:
+def wide(*dtypes: str) -> str:
+    """The dtype that sums are formed in."""
     return "float64" if "float64" in dtypes else "float32"
 
 
 def _training(config: Config, weights: str, ranks: int) -> Mapping[str, str | None]:
     """What happens to weights of a dtype, and to their gradients."""
     exact = config.training.exact
-    masters = "float32" if weights in MASTERED and config.optimizer.master_weights == "float32" else None
+    masters = "float32" if weights in NARROW and config.optimizer.master_weights == "float32" else None
     return {
         "weights": weights,
         "gradients": _EXACT if exact else config.model.gradient_dtype,

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.config.schema import Config
+from samestep.dtypes import BYTES, NARROW, wide
 from samestep.families import ModelSpec, parameter_shapes
 from samestep.recompute import WHOLE, recomputed_modules
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MASTERED = {"bfloat16", "float16"}
 _CHUNK_BYTES = 2**27
 """Of logits, as in `ops.cross_entropy` on a CPU."""
 
@@ -71,23 +70,19 @@ class Activations:
 def loss_head(config: Config, spec: ModelSpec, positions: int) -> Head:
     """One chunk of logits; gradients of the weight and of the hidden states; the hidden states; of one chunk a copy
     of them and the product that becomes their gradient. The weight is copied where the product has another dtype."""
-    model, tables = config.model, embedding_dtype(config)
+    model, tables = config.model, config.model.embedding_storage
     stored, compute = tables if spec.tied else model.params_dtype, BYTES[model.compute_dtype]
-    wide = _wide(model.loss_dtype, model.compute_dtype)
-    chunk = min(positions, max(1, _CHUNK_BYTES // (spec.vocab_size * wide)))
+    summed = wide(model.loss_dtype, model.compute_dtype)
+    size = BYTES[summed]
+    chunk = min(positions, max(1, _CHUNK_BYTES // (spec.vocab_size * size)))
     weight = spec.vocab_size * spec.hidden_size
-    copies = weight * wide if {stored, model.compute_dtype} != {_name(wide)} else 0
-    hidden = spec.hidden_size * (positions * (wide + compute) + 2 * chunk * wide)
+    copies = weight * size if {stored, model.compute_dtype} != {summed} else 0
+    hidden = spec.hidden_size * (positions * (size + compute) + 2 * chunk * size)
     return Head(
-        most=chunk * spec.vocab_size * wide + weight * wide + copies + hidden,
+        most=chunk * spec.vocab_size * size + weight * size + copies + hidden,
         weight_gradient=weight * BYTES[stored],
         embedding_gradient=weight * max(4, BYTES[tables]),
     )
-
-
-def embedding_dtype(config: Config) -> str:
-    """What the embedding tables are stored in."""
-    return config.model.embedding_params_dtype or config.model.params_dtype
 
 
 def activations(config: Config, spec: ModelSpec, positions: int) -> Activations:
@@ -117,6 +112,7 @@ class _Layer:
     def __init__(self, config: Config, spec: ModelSpec):
         self._config, self._spec = config, spec
         self._compute = BYTES[config.model.compute_dtype]
+        self._wide = BYTES[wide(config.model.compute_dtype)]
         self.residual = spec.hidden_size * self._compute
         self._inner = spec.intermediate_size * self._compute
         norm, attention, core = self._norm(1, spec.hidden_size), *self._attention()
@@ -132,13 +128,14 @@ class _Layer:
     def _norm(self, rows: int, size: int) -> int:
         """What a norm keeps besides its input, for each of its rows: copies, and one or two numbers."""
         spec, model = self._spec, self._config.model
-        wide, is_layer_norm = _wide(model.layernorm_compute_dtype), spec.normalization == "LayerNorm"
+        math, is_layer_norm = wide(model.layernorm_compute_dtype), spec.normalization == "LayerNorm"
+        number = BYTES[math]
         copies = 0
         if not spec.fused_norm:  # of the input, and what divides and multiplies
-            copies = wide * (1 + is_layer_norm) + (model.compute_dtype != _name(wide)) * wide
+            copies = number * (1 + is_layer_norm + (model.compute_dtype != math))
         elif is_layer_norm and model.layernorm_compute_dtype != model.compute_dtype:
             copies = BYTES[model.layernorm_compute_dtype]
-        return rows * (size * copies + wide * (1 + is_layer_norm))
+        return rows * (size * copies + number * (1 + is_layer_norm))
 
     def _attention(self) -> tuple[int, int]:
         """Of the whole, and of the core alone; without the input of the projections."""
@@ -148,7 +145,7 @@ class _Layer:
         # Documents and blocks of a window are run in groups: each keeps its output, and their concatenation is kept.
         is_windowed = (spec.sliding_window or math.inf) < spec.seq_length
         is_grouped = is_windowed or self._config.micro_batch == "packed"
-        core = heads * _wide(self._config.model.compute_dtype) + is_grouped * out  # with the sums of exponentials
+        core = heads * self._wide + is_grouped * out  # with the sums of exponentials
         raw = rotated * spec.head_dim * self._compute + self._norm(rotated, spec.head_dim) if spec.qk_layernorm else 0
         return core + 2 * rotated * spec.head_dim * self._compute + raw, core
 
@@ -180,13 +177,13 @@ class _Layer:
         """The gradient of the residual, and in the backward of the activation the gradients of its output and inputs;
         its output is gone. A narrow dtype is widened: in `swiglu` both gate and gradient, with two float32 tensors
         more; in the down projection, which has its turn first, gradient, result and input."""
-        wide, compute, inner = _wide(self._config.model.compute_dtype), self._compute, self._spec.intermediate_size
-        if wide == compute:
+        number, compute, inner = self._wide, self._compute, self._spec.intermediate_size
+        if number == compute:
             return self.residual + (1 + self._spec.gated) * self._inner
-        projection = self._spec.hidden_size * (compute + wide) + inner * (compute + wide)
+        projection = self._spec.hidden_size * (compute + number) + inner * (compute + number)
         if not self._spec.gated:
             return projection
-        return max(projection, 2 * self.residual + 4 * wide * inner)
+        return max(projection, 2 * self.residual + 4 * number * inner)
 
     def _attention_temporaries(self) -> int:
         """Gradients of output, queries, keys and values, and of the residual."""
@@ -197,17 +194,8 @@ class _Layer:
 def _weight_copies(config: Config, spec: ModelSpec) -> int:
     """Of a layer: `linear` in float32 and float64 keeps the weights that it had to convert."""
     model = config.model
-    if model.compute_dtype in MASTERED or model.compute_dtype == model.params_dtype:
+    if model.compute_dtype in NARROW or model.compute_dtype == model.params_dtype:
         return 0
     shapes = parameter_shapes(spec)
     numbers = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0.") and len(s) > 1)
     return numbers * BYTES[model.compute_dtype]
-
-
-def _wide(*dtypes: str) -> int:
-    """Bytes of the dtype that sums are formed in."""
-    return 8 if "float64" in dtypes else 4
-
-
-def _name(wide: int) -> str:
-    return "float64" if wide == 8 else "float32"

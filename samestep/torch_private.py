@@ -65,6 +65,18 @@ def compile_seconds() -> float:
     return 0.0 if report is None else float(report().get("total_wall_time", 0.0))
 
 
+_ALLOCATORS = ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of messages of a plain RuntimeError that mean no memory: CPU, CPU on Windows, workspace of cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had. Relies on the words of PyTorch's allocators, since only those
+    of accelerators raise an error of its own kind."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATORS)
+
+
 @contextmanager
 def watch_operators(
     before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...], Any], None]

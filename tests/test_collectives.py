@@ -20,11 +20,12 @@ from samestep.config.schema import Config
 from samestep.data.batch import Batch, collate
 from samestep.data.rows import Sample
 from samestep.launch import run_ranks
+from samestep.length import DataFacts
 from samestep.ops import Precision
 from samestep.parallel import data as parallel_data
 from samestep.parallel.data import whole
 from samestep.parallel.mesh import Mesh, choose_device, join
-from samestep.plan import DataFacts, Plan, make_plan, resolve_layout
+from samestep.plan import Plan, make_plan, resolve_layout
 from samestep.run.metrics import PeakMemory
 from samestep.run.preflight import device_memory
 from samestep.run.setup import build_model, build_step

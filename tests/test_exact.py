@@ -25,6 +25,8 @@ from samestep.run.evaluate import evaluate
 from samestep.run.setup import build_model, build_step, micro_batches
 from samestep.step.step import TrainStep
 from samestep.verify import parity
+from samestep.verify.judge import gradient_error
+from samestep.verify.layouts import parse_layouts
 
 CHATS = Path(__file__).parent.parent / "examples" / "data" / "chitchat_120.jsonl"
 STEPS = 20
@@ -156,7 +158,7 @@ def test_gradients_are_those_of_the_default_mode(data):
             micro_batches(config, data.train, samples, 1, Mesh.alone()),
             on_gradients=lambda gradients: found.append({n: g.double() for n, g in gradients.items()}),
         )
-    error, worst = parity.gradient_error(found[1], found[0])
+    error, worst = gradient_error(found[1], found[0])
     assert 0 < error < 1e-6, worst
 
 
@@ -286,7 +288,7 @@ def test_ranks_that_may_round_differently_are_refused():
 
 def test_verify_judges_by_bits(data, monkeypatch):
     config = make_config()
-    layouts = parity.parse_layouts("ga=4 packed")
+    layouts = parse_layouts("ga=4 packed")
     report = parity.run(config, layouts=layouts, cases=["skewed"], steps=2, data=data)
     assert report.passed, [c.failures for c in report.comparisons]
     monkeypatch.setattr("samestep.run.setup.ExactSink.gradients", off_by_one_bit())

@@ -37,6 +37,8 @@ from samestep.ops import Precision, dynamic_rope_tables, rope_tables
 from samestep.parallel.mesh import Mesh
 from samestep.run.generate import generate
 from samestep.verify import parity
+from samestep.verify.judge import noise_alone
+from samestep.verify.layouts import parse_layouts
 
 transformers = pytest.importorskip("transformers")
 
@@ -353,7 +355,7 @@ TINY_FAMILIES = {
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_step_does_not_depend_on_the_split(tiny, family, dtype, dropout):
     config = tiny(*TINY_FAMILIES[family], f"model.hidden_dropout={dropout}", f"model.attention_dropout={dropout}")
-    report = parity.run(config, layouts=parity.parse_layouts("ga=1 ga=3 packed"), cases=["even", "skewed"], dtype=dtype)
+    report = parity.run(config, layouts=parse_layouts("ga=1 ga=3 packed"), cases=["even", "skewed"], dtype=dtype)
     assert report.passed, [c for c in report.comparisons if c.failures]
 
 
@@ -361,7 +363,7 @@ def test_only_noise_is_left_out_of_the_comparison(tiny):
     config = tiny(*TINY_FAMILIES["gpt2"])
     job = parity.Job(parity.VerifyLayout("ga=3", accumulation=3), "even", Precision().raised(F64), 1)
     trace = parity.trace(config, load_data(config), job, Mesh.alone())
-    noise = parity.noise_alone(trace.gradients, trace.gradients)
+    noise = noise_alone(trace.gradients, trace.gradients)
     assert noise == ("layers.0.self_attn.k_proj.bias", "layers.1.self_attn.k_proj.bias")
 
 

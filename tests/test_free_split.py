@@ -29,8 +29,10 @@ from samestep.plan import AUTO_POSITIONS, evaluation_rows, make_plan, resolve_la
 from samestep.run.setup import build_model, build_step, micro_batches
 from samestep.run.trainer import Events, Trainer
 from samestep.split import positions, split_by_budget
-from samestep.step.recovery import Recovery, is_out_of_memory
+from samestep.step.recovery import Recovery
+from samestep.torch_private import is_out_of_memory
 from samestep.verify import parity
+from samestep.verify.layouts import parse_layouts
 
 BUDGET = ("training.local_batch_size=null", "training.local_batch_tokens=640")
 NO_MEMORY = (
@@ -311,11 +313,11 @@ def test_on_two_ranks_too_and_one_of_them_may_run_out_of_memory(speeches):
 
 def test_verify_knows_budgets(speeches):
     config = speeches()
-    layouts = parity.parse_layouts("tokens=640 tokens=640+packed tokens=90")
+    layouts = parse_layouts("tokens=640 tokens=640+packed tokens=90")
     report = parity.run(config, layouts=layouts, cases=["even", "skewed"], dtype="float64")
     assert report.passed, [c.failures for c in report.comparisons]
     with pytest.raises(ConfigError, match="decides how many"):
-        parity.parse_layouts("tokens=400+ga=2")
+        parse_layouts("tokens=400+ga=2")
 
 
 # ---- no memory
@@ -400,6 +402,14 @@ def fail(error: Exception):
         raise error
 
     return attempt
+
+
+@pytest.mark.parametrize(("limit", "truth"), [(None, [15]), (15, [15]), (10, [5, 8]), (4, [5, 4, 3]), (1, [5, 4, 3])])
+def test_parts_of_a_micro_batch_that_is_too_large(limit, truth):
+    batch = collate(samples_of(5, 4, 3), (5, 4, 3), "padded")
+    recovery = Recovery(None)
+    recovery.limit = limit
+    assert [part.positions for part in recovery.parts(batch)] == truth
 
 
 def test_what_cannot_be_halved_ends_with_a_way_out(tiny):

@@ -13,10 +13,11 @@ ROOMS = (
     "config",
     "families",
     "recompute",
+    "length",
+    "dtypes",
     "pass_memory",
     "cost",
     "split",
-    "dtypes",
     "plan",
     "ops",
     "data",
@@ -28,7 +29,7 @@ ROOMS = (
     "cli",
 )
 ORDER_INSIDE = {
-    "config": ("kinds", "optimization", "schema", "foreign", "fields", "load", "document", "template"),
+    "config": ("kinds", "optimization", "training", "schema", "foreign", "fields", "load", "document", "template"),
     "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
     "model": ("linear", "norm", "attention", "feed_forward", "decoder", "activations", "init", "weights"),
     "parallel": ("mesh", "data", "exact"),
@@ -66,6 +67,7 @@ ORDER_INSIDE = {
         "exact_sum",
         "gradient_sink",
     ),
+    "verify": ("layouts", "judge", "parity"),
 }
 
 

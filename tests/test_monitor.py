@@ -16,9 +16,10 @@ from samestep.config.load import dump, from_dict, load
 from samestep.config.schema import Config, TrainingConfig
 from samestep.data.dataset import data_facts, load_data
 from samestep.errors import ConfigError
+from samestep.length import DataFacts, run_length
 from samestep.model.init import initialize
 from samestep.parallel.mesh import Mesh
-from samestep.plan import DataFacts, make_plan, run_length
+from samestep.plan import make_plan
 from samestep.run import checkpoint
 from samestep.run.generate import generate
 from samestep.run.monitor import chosen

@@ -16,6 +16,7 @@ from samestep.errors import CheckpointError
 from samestep.step.optimizers import orthogonalize
 from samestep.step.update import Updater
 from samestep.verify import parity
+from samestep.verify.layouts import parse_layouts
 
 RATES = [0.02 * (1 + math.cos(0.3 * t)) for t in range(40)]
 SHAPES = {
@@ -392,5 +393,5 @@ def test_nesterov_needs_momentum_and_other_names_are_taken():
 @pytest.mark.parametrize("kind", ["SGD", "Lion", "Adafactor", "Muon"])
 def test_the_step_does_not_depend_on_the_split(tiny, kind: str):
     config = tiny(f"optimizer.type={kind}", "optimizer.weight_decay=0.1")
-    report = parity.run(config, layouts=parity.parse_layouts("ga=3 packed"), cases=["skewed"], dtype="float64")
+    report = parity.run(config, layouts=parse_layouts("ga=3 packed"), cases=["skewed"], dtype="float64")
     assert [c.failures for c in report.comparisons] == [[], []] or not any(c.failures for c in report.comparisons)

@@ -203,6 +203,7 @@ def test_curves_are_those_of_one_process(tiny, shard):
 def test_what_a_run_of_shards_tells(tiny):
     """Extremes over the ranks; the dtypes that were used, with those of gathered weights and of messages."""
     low = ("model.params_dtype=bfloat16", "model.compute_dtype=bfloat16", "lr_scheduler.learning_rate=1e-3")
+    low += ("model.embedding_params_dtype=float32",)  # norm and head are then gathered apart from it
     config = tiny("training.steps=2", "monitor.watch_steps=2", "optimizer.type=SGD", "optimizer.momentum=0.9", *low)
     run(config, 2)
     for row in rows_of(config, "ranks"):
@@ -210,7 +211,9 @@ def test_what_a_run_of_shards_tells(tiny):
         assert all(0 <= least <= most for least, most in row.values())
     events = [json.loads(line) for line in (Path(config.output_dir) / "events.jsonl").read_text().splitlines()]
     (audit,) = (event for event in events if event["event"] == "dtype_audit")
-    (mlp,) = (row for row in audit["kinds"] if row["kind"] == "mlp")
+    kinds = {row["kind"]: row for row in audit["kinds"]}
+    assert [kinds[kind]["weights"] for kind in ("embedding", "norm")] == ["float32", "bfloat16"]
+    mlp = kinds["mlp"]
     assert (mlp["weights"], mlp["compute"]) == ("bfloat16", "bfloat16")
     assert mlp["reduction"] == mlp["masters"] == mlp["state"] == mlp["gradients"] == "float32"
     assert (audit["sent"], audit["compute_not_seen"]) == (["float32"], [])

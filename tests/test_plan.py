@@ -28,22 +28,12 @@ from samestep.families import (
     parameter_shapes,
     resolve_model,
 )
+from samestep.length import DataFacts, Progress, run_length, usable_samples
 from samestep.model.decoder import Decoder
 from samestep.ops import Precision, cross_entropy
 from samestep.ops.activation import ACTIVATION_MAP
 from samestep.ops.norm import get_norm_cls
-from samestep.plan import (
-    DataFacts,
-    Layout,
-    Plan,
-    Progress,
-    make_plan,
-    resolve_layout,
-    run_length,
-    split_evenly,
-    split_step,
-    usable_samples,
-)
+from samestep.plan import Layout, Plan, make_plan, resolve_layout, split_evenly, split_step
 from samestep.run.progress import show_plan
 
 MODEL = {

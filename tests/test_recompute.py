@@ -29,6 +29,7 @@ from samestep.recompute import MODULES, recomputed_modules
 from samestep.run.setup import build_model
 from samestep.run.trainer import Trainer
 from samestep.verify import parity
+from samestep.verify.layouts import parse_layouts
 
 CHOICES = {
     "full": {"mode": "full"},
@@ -139,7 +140,7 @@ def test_a_run_takes_the_same_steps(tiny):
 
 def test_verify_passes_with_recomputation(tiny):
     config = tiny("recompute.mode=full", "model.hidden_dropout=0.1")
-    layouts = parity.parse_layouts("ga=3 packed+ga=2")
+    layouts = parse_layouts("ga=3 packed+ga=2")
     report = parity.run(config, layouts=layouts, cases=["even", "skewed"], dtype="float64")
     assert report.passed, report
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.config.optimization import OptimizerConfig
 from samestep.errors import ConfigError
-from samestep.model.linear import cast_once
+from samestep.model.linear import Linear, cast_once
 from samestep.ops.rounding import round_stochastically
 from samestep.parallel.mesh import Mesh
 from samestep.plan import make_plan
@@ -262,6 +262,25 @@ def test_weights_cast_once_a_step_give_the_same_bits(tiny):
     with cast_once(once.model):
         assert linear.cast.dtype == BF16
     assert linear.cast is None
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_without_memory_for_the_casts_there_are_none(tiny, monkeypatch, error):
+    model = Setting(tiny("model.compute_dtype=bfloat16")).model
+    asked = []
+
+    def third_fails(dtype):
+        asked.append(dtype)
+        if len(asked) == 3:
+            raise error
+        return True
+
+    monkeypatch.setattr("samestep.model.linear.is_narrow", third_fails)
+    with cast_once(model):
+        assert len(asked) == 3
+        assert all(module.cast is None for module in model.modules() if isinstance(module, Linear))
 
 
 def test_the_plan_casts_once_where_there_is_memory(tiny):

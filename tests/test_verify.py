@@ -18,6 +18,7 @@ from samestep.run import setup
 from samestep.step.recovery import Recovery
 from samestep.step.update import Updater
 from samestep.verify import parity
+from samestep.verify.layouts import grid_layouts, parse_layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = "ga=2 ga=7 packed packed+ga=3"
@@ -33,7 +34,7 @@ def documents():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_documents_take_the_same_step_however_split(documents, dtype):
     config, data = documents
-    report = parity.run(config, layouts=parity.parse_layouts(LAYOUTS), dtype=dtype, data=data)
+    report = parity.run(config, layouts=parse_layouts(LAYOUTS), dtype=dtype, data=data)
     assert report.clipped
     assert len(report.comparisons) == 4 * 4
     assert report.passed, [c.failures for c in report.comparisons if c.failures]
@@ -45,16 +46,14 @@ def test_rows_of_several_documents_and_dropout(documents, rows):
     dataset = config.train_dataset.model_copy(update={"rows": rows})
     model = config.model.model_copy(update={"hidden_dropout": 0.1, "attention_dropout": 0.1, "num_hidden_layers": 1})
     config = config.model_copy(update={"train_dataset": dataset, "model": model})
-    report = parity.run(config, layouts=parity.parse_layouts("packed+ga=2"), cases=["even"], dtype="float64")
+    report = parity.run(config, layouts=parse_layouts("packed+ga=2"), cases=["even"], dtype="float64")
     assert report.passed, [c.failures for c in report.comparisons if c.failures]
 
 
 def test_curves_over_fifty_steps(tiny):
     config = tiny("training.steps=50", "lr_scheduler.learning_rate=1e-3")
     for dtype in ("float32", "float64"):
-        report = parity.run(
-            config, layouts=parity.parse_layouts("ga=4 packed"), cases=["skewed"], dtype=dtype, steps=50
-        )
+        report = parity.run(config, layouts=parse_layouts("ga=4 packed"), cases=["skewed"], dtype=dtype, steps=50)
         assert report.passed, [c.failures for c in report.comparisons if c.failures]
 
 
@@ -63,7 +62,7 @@ def test_curves_over_fifty_steps(tiny):
 def test_sixteen_bits_are_judged_by_their_distance_to_the_truth(tiny, dtype, storage):
     config = tiny(f"model.params_dtype={dtype if storage == 'same' else storage}", "training.global_batch_size=12")
     layouts = "ga=2 ga=6 packed" if storage == "same" else "ga=2 dp=2 fsdp=2"
-    report = parity.run(config, layouts=parity.parse_layouts(layouts), cases=["skewed", "all_empty"], dtype=dtype)
+    report = parity.run(config, layouts=parse_layouts(layouts), cases=["skewed", "all_empty"], dtype=dtype)
     assert report.dtype == dtype
     assert report.passed, [c.failures for c in report.comparisons if c.failures]
 
@@ -71,12 +70,12 @@ def test_sixteen_bits_are_judged_by_their_distance_to_the_truth(tiny, dtype, sto
 def test_a_loss_scale_that_overflows_proves_nothing(tiny):
     config = tiny("model.compute_dtype=float16", "training.loss_scale=1099511627776")
     with pytest.raises(ConfigError, match="not finite at the scale"):
-        parity.run(config, layouts=parity.parse_layouts("ga=2"), cases=["even"])
+        parity.run(config, layouts=parse_layouts("ga=2"), cases=["even"])
 
 
 def test_float16_by_option_says_how_to_write_its_scale(tiny):
     """A scale is refused for a config without float16, so the advice names both fields; and it works."""
-    config, layouts = tiny(), parity.parse_layouts("ga=2")
+    config, layouts = tiny(), parse_layouts("ga=2")
     training = config.training.model_copy(update={"loss_scale": LossScaleConfig(fixed=2.0**40)})
     with pytest.raises(ConfigError) as refused:
         parity.run(config.model_copy(update={"training": training}), layouts=layouts, cases=["even"], dtype="float16")
@@ -96,7 +95,7 @@ def test_weights_are_cast_as_in_a_run(tiny, monkeypatch):
 
     monkeypatch.setattr(parity, "build_step", build)
     config = tiny("model.compute_dtype=bfloat16", "training.local_batch_size=4")
-    report = parity.run(config, layouts=parity.parse_layouts("ga=1 ga=2 config packed+tokens=48"), cases=["even"])
+    report = parity.run(config, layouts=parse_layouts("ga=1 ga=2 config packed+tokens=48"), cases=["even"])
     assert report.passed, [c.failures for c in report.comparisons]
     assert found == [False, False, True, True, True, False]
 
@@ -105,7 +104,7 @@ def test_the_mean_of_means_differs_at_every_accumulation(documents):
     config, data = documents
     training = config.training.model_copy(update={"loss_normalization": "micro_batch_mean"})
     config = config.model_copy(update={"training": training})
-    report = parity.run(config, layouts=parity.parse_layouts("ga=1 ga=2 ga=4 ga=7"), cases=["even"], data=data)
+    report = parity.run(config, layouts=parse_layouts("ga=1 ga=2 ga=4 ga=7"), cases=["even"], data=data)
     assert [bool(c.failures) for c in report.comparisons] == [False, True, True, True]
     assert min(c.gradient for c in report.comparisons[1:]) > 1e-2
 
@@ -141,7 +140,7 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
     monkeypatch.setattr(parity, "build_step", build)
     for dtype in ("float32", "float64"):
         calls.clear()
-        report = parity.run(tiny(), layouts=parity.parse_layouts("ga=1"), cases=["even"], dtype=dtype)
+        report = parity.run(tiny(), layouts=parse_layouts("ga=1"), cases=["even"], dtype=dtype)
         (comparison,) = report.comparisons
         assert any(word in failure for failure in comparison.failures), comparison
 
@@ -152,7 +151,7 @@ def test_a_small_fault_in_one_layout_is_found(tiny, monkeypatch, fault, word):
 def test_numbers_that_are_none_are_found(tiny, monkeypatch, dtype, settings):
     """In one element of the weights, the moments or the gradients, or instead of a loss or a norm."""
     original = parity.trace
-    layouts = parity.parse_layouts("ga=2")
+    layouts = parse_layouts("ga=2")
     for kind in ("weights", "moments", "gradients", "losses", "norms"):
         for value in (math.nan, math.inf):
 
@@ -185,7 +184,7 @@ def test_a_skip_that_touches_weights_is_found(tiny, monkeypatch):
         return step
 
     monkeypatch.setattr(parity, "build_step", build)
-    report = parity.run(tiny(), layouts=parity.parse_layouts("ga=2"), cases=["all_empty"])
+    report = parity.run(tiny(), layouts=parse_layouts("ga=2"), cases=["all_empty"])
     assert "a step without targets changed 1 tensors: weight.norm.weight" in report.comparisons[0].failures
 
 
@@ -198,22 +197,20 @@ def test_a_step_without_targets_that_decays_the_moments_is_found(tiny, monkeypat
 
     monkeypatch.setattr(Updater, "apply", never_skips)
     config = tiny("optimizer.weight_decay=0")
-    (comparison,) = parity.run(
-        config, layouts=parity.parse_layouts("ga=2"), cases=["all_empty"], dtype=dtype
-    ).comparisons
+    (comparison,) = parity.run(config, layouts=parse_layouts("ga=2"), cases=["all_empty"], dtype=dtype).comparisons
     assert any("without targets changed" in failure for failure in comparison.failures)
 
 
 @pytest.mark.parametrize("settings", [(), ("optimizer.matched_adamw_rms=1.0",), ("optimizer.ns_steps=8",)])
 def test_muon_is_judged_by_its_own_rounding(tiny, settings):
     report = parity.run(
-        tiny("optimizer.type=Muon", *settings), layouts=parity.parse_layouts("ga=3"), cases=["even"], dtype="float32"
+        tiny("optimizer.type=Muon", *settings), layouts=parse_layouts("ga=3"), cases=["even"], dtype="float32"
     )
     assert report.passed, [c.failures for c in report.comparisons]
 
 
 def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
-    report = parity.run(tiny("model.compute_dtype=float64"), layouts=parity.parse_layouts("ga=3"), cases=["even"])
+    report = parity.run(tiny("model.compute_dtype=float64"), layouts=parse_layouts("ga=3"), cases=["even"])
     assert report.passed, [c.failures for c in report.comparisons]
 
 
@@ -221,7 +218,7 @@ def test_one_wide_dtype_among_narrow_ones_is_judged_as_float32(tiny):
     "config+ga=2", "config+packed", "config+tokens=9", "fsdp=2+oom=1"])  # fmt: skip
 def test_layouts_that_are_none(text):
     with pytest.raises(ConfigError):
-        parity.parse_layouts(text)
+        parse_layouts(text)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -231,7 +228,7 @@ def test_layouts_of_several_ranks(tiny, dtype):
     config = tiny("training.global_batch_size=13", "training.max_norm=0.1", *dropout)
     for layouts in ("dp=2+ga=3 fsdp=2+packed fsdp=3+ga=2", "hsdp=2x2+ga=3+packed fsdp=4+ga=2 dp=4"):
         cases = ["skewed", "one_rank_empty"] + (["even", "all_empty"] if dtype == "float64" else [])
-        report = parity.run(config, layouts=parity.parse_layouts(layouts), cases=cases, dtype=dtype)
+        report = parity.run(config, layouts=parse_layouts(layouts), cases=cases, dtype=dtype)
         assert report.passed, [c for c in report.comparisons if c.failures]
         assert all(c.clipped for c in report.comparisons if c.case != "all_empty")
 
@@ -249,24 +246,24 @@ def test_sharded_weights_of_other_kinds(tiny, settings):
     tied head, here in another dtype than the rest."""
     config = tiny(*settings, "parallelism.reduce=every_micro_batch")
     dtype = "float64" if "optimizer.type=Muon" in settings else "config"
-    layouts = parity.parse_layouts("fsdp=2+ga=3 fsdp=2+packed")
+    layouts = parse_layouts("fsdp=2+ga=3 fsdp=2+packed")
     report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype, steps=2)
     assert report.passed, [c for c in report.comparisons if c.failures]
 
 
 def test_the_grid_has_all_pairs_that_fit(tiny):
-    names = [layout.name for layout in parity.grid_layouts(tiny("training.global_batch_size=12"))]
+    names = [layout.name for layout in grid_layouts(tiny("training.global_batch_size=12"))]
     assert len(names) == len(set(names)) == 5 * 3 * 2 + 5 + 4
     assert all(f"fsdp=4+ga={k}+packed" in names for k in (1, 2, 3))
-    few = [layout.name for layout in parity.grid_layouts(tiny())]  # 6 samples
+    few = [layout.name for layout in grid_layouts(tiny())]  # 6 samples
     assert "fsdp=2+ga=3+padded" in few and "fsdp=4+ga=2+padded" not in few
-    exact = parity.grid_layouts(tiny("training.global_batch_size=12", "training.exact=true"))
+    exact = grid_layouts(tiny("training.global_batch_size=12", "training.exact=true"))
     assert {layout.shard for layout in exact} == {1} and not any(layout.out_of_memory for layout in exact)
 
 
 def test_more_micro_batches_than_samples_are_refused(tiny):
     with pytest.raises(ConfigError, match="6 samples on 1 rank cannot make 7 micro-batches"):
-        parity.run(tiny(), layouts=parity.parse_layouts("ga=7"))
+        parity.run(tiny(), layouts=parse_layouts("ga=7"))
 
 
 def test_out_of_memory_in_a_micro_batch_that_cannot_be_halved(tiny):
@@ -276,7 +273,7 @@ def test_out_of_memory_in_a_micro_batch_that_cannot_be_halved(tiny):
         (("training.exact=true",), "oom=1", "one sample and cannot be halved"),
     ):
         with pytest.raises(ConfigError, match=text):
-            parity.run(tiny(*settings), layouts=parity.parse_layouts(layout))
+            parity.run(tiny(*settings), layouts=parse_layouts(layout))
 
 
 def sizes_run(monkeypatch):
@@ -310,7 +307,7 @@ def sizes_run(monkeypatch):
 )
 def test_the_micro_batches_of_the_config(tiny, monkeypatch, settings, sizes):
     steps = sizes_run(monkeypatch)
-    report = parity.run(tiny(*settings), layouts=parity.parse_layouts("config"), cases=["even"], dtype="float64")
+    report = parity.run(tiny(*settings), layouts=parse_layouts("config"), cases=["even"], dtype="float64")
     assert report.passed, report
     assert steps == [[6], sizes]
 
@@ -319,7 +316,7 @@ def test_the_micro_batches_of_the_config(tiny, monkeypatch, settings, sizes):
 def test_the_step_stays_the_same_when_memory_runs_out(tiny, monkeypatch, dtype):
     """Padded and packed; the second micro-batch of three samples breaks off and is run again as one and two."""
     steps = sizes_run(monkeypatch)
-    layouts = parity.parse_layouts("ga=2+oom=2 packed+ga=2+oom=2 oom=1")
+    layouts = parse_layouts("ga=2+oom=2 packed+ga=2+oom=2 oom=1")
     config = tiny("model.hidden_dropout=0.1", "training.max_norm=0.1")
     report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype, steps=2)
     assert report.passed and report.clipped, report
@@ -329,7 +326,7 @@ def test_the_step_stays_the_same_when_memory_runs_out(tiny, monkeypatch, dtype):
 
 def test_memory_runs_out_on_one_rank_of_two(tiny):
     config = tiny("training.global_batch_size=12", "training.local_batch_size=null", "training.local_batch_tokens=48")
-    layouts = parity.parse_layouts("dp=2+config+oom=2 dp=2+packed+ga=2+oom=1")
+    layouts = parse_layouts("dp=2+config+oom=2 dp=2+packed+ga=2+oom=1")
     report = parity.run(config, layouts=layouts, cases=["even", "one_rank_empty", "all_empty"], dtype="float64")
     assert report.passed, report
 
@@ -337,13 +334,13 @@ def test_memory_runs_out_on_one_rank_of_two(tiny):
 def test_a_loss_of_gradients_when_memory_runs_out_is_found(tiny, monkeypatch):
     """If the halves add nothing at all, which is wrong for the parameters that the broken pass had not reached."""
     monkeypatch.setattr(Recovery, "_apart", lambda recovery, batch, attempt: attempt(halves(batch)[0]))
-    (comparison,) = parity.run(tiny(), layouts=parity.parse_layouts("oom=1"), cases=["even"]).comparisons
+    (comparison,) = parity.run(tiny(), layouts=parse_layouts("oom=1"), cases=["even"]).comparisons
     assert any("gradient" in failure for failure in comparison.failures)
 
 
 def test_a_shortage_that_never_comes_is_found(tiny, monkeypatch):
     monkeypatch.setattr(parity._Shortage, "_on_gradient", lambda *_: None)
-    (comparison,) = parity.run(tiny(), layouts=parity.parse_layouts("oom=1"), cases=["even"]).comparisons
+    (comparison,) = parity.run(tiny(), layouts=parse_layouts("oom=1"), cases=["even"]).comparisons
     assert comparison.failures == ("no micro-batch ran out of memory",)
 
 
@@ -356,7 +353,7 @@ RECOMPUTE = {
 @pytest.mark.parametrize("mode", RECOMPUTE)
 def test_recomputation_is_compared_with_none(tiny, mode):
     config = tiny(*RECOMPUTE[mode], "training.local_batch_size=auto", "model.hidden_dropout=0.1")
-    layouts = parity.parse_layouts("config packed+ga=2+oom=2")
+    layouts = parse_layouts("config packed+ga=2+oom=2")
     for dtype in ("float32", "float64"):
         report = parity.run(config, layouts=layouts, cases=["skewed"], dtype=dtype)
         assert report.passed, report
@@ -379,7 +376,7 @@ def test_compiled_layers_take_the_same_step(tiny, monkeypatch):
     """Of one row, packed: compiled once."""
     traced_only(monkeypatch)
     config = tiny(*COMPILED, "training.local_batch_size=auto", "training.micro_batch=packed")
-    report = parity.run(config, layouts=parity.parse_layouts("config+oom=1"), cases=["even"], dtype="float64")
+    report = parity.run(config, layouts=parse_layouts("config+oom=1"), cases=["even"], dtype="float64")
     assert report.passed, report
 
 
@@ -397,7 +394,7 @@ TRACE_JOBS = parity.trace_jobs
 def test_compiled_and_recomputed_layers_on_sharded_weights(tiny, monkeypatch):
     config = tiny(*COMPILED, "model.hidden_dropout=0.1")
     monkeypatch.setattr(parity, "trace_jobs", traced_jobs)
-    report = parity.run(config, layouts=parity.parse_layouts("fsdp=2+packed"), cases=["skewed"], dtype="float64")
+    report = parity.run(config, layouts=parse_layouts("fsdp=2+packed"), cases=["skewed"], dtype="float64")
     assert report.passed, report
 
 

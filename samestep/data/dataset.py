@@ -11,7 +11,7 @@ from samestep.data.sources import read_documents
 from samestep.data.tokenize import Tokenizer, build_tokenizer
 from samestep.errors import DataError
 from samestep.families import resolve_model
-from samestep.plan import DataFacts
+from samestep.length import DataFacts
 
 
 @dataclass(frozen=True)

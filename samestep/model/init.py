@@ -14,17 +14,22 @@ def initialize(
     model: nn.Module,
     seed: int,
     initializer_range: float,
-    place: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    place: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
 ) -> None:
     """Fill every parameter: matrices N(0, initializer_range^2), norm weights 1, biases 0.
 
     Drawn on the CPU in float32 whatever the parameter's dtype, so that a float64 model starts from the same numbers.
 
     Args:
-        place: puts a whole first value, float32 on the CPU, into a parameter, or the part of it that this rank holds.
+        place: (name, parameter, whole first value in float32 on the CPU) -> puts it, or the part of it that this rank
+            holds, into the parameter; None copies it.
     """
     for name, parameter in model.named_parameters():
-        place(parameter, first_value(name, parameter.shape, seed, initializer_range))
+        value = first_value(name, parameter.shape, seed, initializer_range)
+        if place is None:
+            parameter.copy_(value)
+        else:
+            place(name, parameter, value)
 
 
 def first_value(name: str, shape: torch.Size, seed: int, initializer_range: float) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from samestep.ops import Precision, linear
 from samestep.ops.dispatch import reference_ops
 from samestep.ops.precision import is_narrow
+from samestep.torch_private import is_out_of_memory
 
 
 class Linear(nn.Module):
@@ -33,14 +34,24 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     change. Takes the memory of these copies; where there is none, they are cast in every pass as ever."""
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     try:
-        try:
-            for layer in layers if not reference_ops() else ():
-                if is_narrow(layer.compute_dtype) and layer.weight.dtype != layer.compute_dtype:
-                    layer.cast = layer.weight.detach().to(layer.compute_dtype)
-        except torch.OutOfMemoryError:
-            for layer in layers:
-                layer.cast = None
+        if not reference_ops():
+            _cast(layers)
         yield
     finally:
+        _forget(layers)
+
+
+def _cast(layers: Sequence[Linear]) -> None:
+    try:
         for layer in layers:
-            layer.cast = None
+            if is_narrow(layer.compute_dtype) and layer.weight.dtype != layer.compute_dtype:
+                layer.cast = layer.weight.detach().to(layer.compute_dtype)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _forget(layers)
+
+
+def _forget(layers: Sequence[Linear]) -> None:
+    for layer in layers:
+        layer.cast = None

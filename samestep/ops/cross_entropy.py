@@ -178,6 +178,19 @@ def _token_losses_(
     return logsumexp_C1 - expected_C1, logsumexp_C1
 
 
+def _most_tokens(device: torch.device, row_bytes: int, terms: _Terms) -> int:
+    """Tokens of a chunk."""
+    buffers = 1 if terms.softcap is None else 2
+    return max(1, _CHUNK_BYTES["cpu" if device.type == "cpu" else "cuda"] // (buffers * row_bytes))
+
+
+def _plus_product(total: Tensor | None, a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`total + a @ b`, in the memory of `total` once there is one."""
+    if total is None:
+        return wide_matmul(a_MK, b_KN)
+    return total.addmm_(a_MK, b_KN) if total.dtype == a_MK.dtype else total.add_(wide_matmul(a_MK, b_KN))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -214,9 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cross_entropy_N1 = torch.empty(labels_N1.shape, dtype=sum_dtype, device=device)
         logsumexp_N1 = torch.empty_like(cross_entropy_N1)
         if chunk_tokens is None:
-            budget = _CHUNK_BYTES["cpu" if device.type == "cpu" else "cuda"]
-            buffers = 1 if terms.softcap is None else 2
-            chunk_tokens = max(1, budget // (buffers * vocabulary * sum_dtype.itemsize))
+            chunk_tokens = _most_tokens(device, vocabulary * sum_dtype.itemsize, terms)
         # On a CPU the logits of all chunks lie in the same memory: the system clears every page that it hands out.
         rows = 0 if low else min(chunk_tokens, len(tokens_N))
         room_CV = torch.empty(rows, vocabulary, dtype=sum_dtype, device=device)
@@ -243,12 +254,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden_TD is not None:
                 dhidden_TD.index_copy_(0, tokens_C, wide_matmul(dlogits_CV, head_VD))
             if want_weight:
-                if dweight_VD is None:
-                    dweight_VD = wide_matmul(dlogits_CV.t(), hidden_CD)
-                elif low:
-                    dweight_VD.add_(wide_matmul(dlogits_CV.t(), hidden_CD))
-                else:
-                    dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
+                dweight_VD = _plus_product(dweight_VD, dlogits_CV.t(), hidden_CD)
         if want_weight and dweight_VD is None:
             dweight_VD = torch.zeros(weight_VD.shape, dtype=sum_dtype, device=device)
 

@@ -32,8 +32,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 def _value(config: Config, field: str) -> Any:
     """What a field means: null is the dtype that it stands for."""
-    value = reduce(getattr, field.split("."), config)
-    return config.model.params_dtype if field == "model.embedding_params_dtype" and value is None else value
+    meaning = {"model.embedding_params_dtype": "model.embedding_storage"}
+    return reduce(getattr, meaning.get(field, field).split("."), config)
 
 
 def find_checkpoint(resume: str, folder: Path, root: Path, root_field: str) -> tuple[Path | None, list[str]]:

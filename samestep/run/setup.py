@@ -21,6 +21,7 @@ from samestep.data.rows import Rows, Sample
 from samestep.data.tokenize import Tokenizer, load_tokenizer
 from samestep.errors import CheckpointError
 from samestep.families import parameter_shapes, resolve_model
+from samestep.length import usable_samples
 from samestep.model.activations import compile_layers, keep_in_cpu_memory, recompute
 from samestep.model.decoder import Decoder
 from samestep.model.init import initialize
@@ -31,7 +32,7 @@ from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.parallel.data import GradientReduction, like, local, place, shard
 from samestep.parallel.exact import ExactReduction
 from samestep.parallel.mesh import Mesh, choose_device
-from samestep.plan import split_samples, usable_samples
+from samestep.plan import split_samples
 from samestep.recompute import recomputed_modules
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE
@@ -105,14 +106,11 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precisio
     recompute(model, recomputed_modules(config.recompute, spec.num_layers))
     if config.swap.enable and mesh.device.type != "cpu":
         keep_in_cpu_memory(model)
-    stored: dict[torch.Tensor, torch.dtype] = {
-        parameter: model.stored_dtype(name) for name, parameter in model.named_parameters()
-    }
     initialize(
         model,
         config.training.seed,
         config.model.initializer_range,
-        lambda target, whole: place(target, whole.to(stored[target])),
+        lambda name, target, whole: place(target, whole.to(model.stored_dtype(name))),
     )
     return model
 
@@ -128,7 +126,7 @@ def build_step(
     """The step on a model: objective, optimizer, schedule, and how gradients add up, as the config says.
 
     Args:
-        config: with its length in steps (`plan.in_steps`).
+        config: with its length in steps (`length.in_steps`).
         reduce, casts_once: from the plan.
     """
     training = config.training

@@ -22,8 +22,9 @@ from samestep.config.schema import Config
 from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.errors import CheckpointError, ConfigError, DataError, TrainingError
+from samestep.length import Progress, in_steps, usable_samples
 from samestep.parallel.mesh import Mesh, choose_device, join
-from samestep.plan import Progress, evaluation_rows, in_steps, make_plan, resolve_layout, usable_samples
+from samestep.plan import evaluation_rows, make_plan, resolve_layout
 from samestep.run import checkpoint
 from samestep.run.allocator import keep_freed_memory
 from samestep.run.audit import DtypeAudit, on_device
@@ -188,16 +189,7 @@ class Trainer:
         self.order = make_order(config, self.data)
         on_cpu = self.device.type == "cpu"
         self.keeps_memory = config.cpu.keep_freed_memory and on_cpu and keep_freed_memory()
-        self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
-        dtypes = on_device(self.plan.dtypes, self.device, self.model.precision.loss)
-        self.plan = replace(self.plan, dtypes=dtypes)
-        self.audit = DtypeAudit(dtypes, self.model, ranks=self.world.size, is_compiled=config.compile)
-        casts_once = self.plan.casts_once
-        self.step = build_step(
-            in_steps(config, self.plan.steps), self.model, self.mesh, self.plan.reduce, casts_once=casts_once
-        )
-        self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
-        self.watch = Watch(config, self.model, self.step, self.mesh)
+        self._build()
         self.saver = checkpoint.Saver(
             self.checkpoints,
             self.mesh,
@@ -206,11 +198,7 @@ class Trainer:
             on_saved=self._on_saved,
         )
         if loaded:
-            load_weights(self.model, loaded)
-            load_updater(self.step.updater, loaded)
-            self._load_micro_batch_limit(loaded)
-            self._load_loss_scale(loaded)
-            checkpoint.set_random_states(loaded.state["random"], self.world)
+            self._restore(loaded)
         abandoned, lost = self.mesh.from_first(lambda: self._open_folder(loaded))
         flops_per_token = (self.plan.flops_per_step or 0) / (self.plan.tokens or 1) / self.world.size
         loggers = make_loggers(config, self.folder) if self.mesh.is_first else []
@@ -224,6 +212,25 @@ class Trainer:
             self._record_resume(loaded, abandoned, lost)
 
     # ---- before the loop
+
+    def _build(self) -> None:
+        """The model, its step, and those who watch them."""
+        config, plan = self.config, self.plan
+        self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
+        self.plan = replace(plan, dtypes=on_device(plan.dtypes, self.device, self.model.precision.loss))
+        self.audit = DtypeAudit(self.plan.dtypes, self.model, ranks=self.world.size, is_compiled=config.compile)
+        self.step = build_step(
+            in_steps(config, plan.steps), self.model, self.mesh, plan.reduce, casts_once=plan.casts_once
+        )
+        self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
+        self.watch = Watch(config, self.model, self.step, self.mesh)
+
+    def _restore(self, loaded: checkpoint.Checkpoint) -> None:
+        load_weights(self.model, loaded)
+        load_updater(self.step.updater, loaded)
+        self._load_micro_batch_limit(loaded)
+        self._load_loss_scale(loaded)
+        checkpoint.set_random_states(loaded.state["random"], self.world)
 
     def _check_records(self, loaded: checkpoint.Checkpoint | None) -> RunRecord:
         """Before the data is read: the run folder and the configuration go with the checkpoint."""

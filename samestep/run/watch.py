@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from samestep.config.schema import Config
 from samestep.data.batch import Batch
+from samestep.dtypes import NARROW
 from samestep.model.attention import AttentionCore
 from samestep.model.decoder import Decoder, Layer
 from samestep.ops.precision import is_narrow
 from samestep.parallel.data import free, local
 from samestep.parallel.mesh import Mesh
-from samestep.pass_memory import MASTERED
 from samestep.step.objective import Objective
-from samestep.step.recovery import is_out_of_memory
+from samestep.step.recovery import Recovery
 from samestep.step.step import NO_TARGETS, OVERFLOW, StepReport, TrainStep
 from samestep.step.update import Updater
 
@@ -85,8 +85,10 @@ class Watch:
         return found
 
     def _where_not_finite(self, batches: Sequence[Batch]) -> Finding:
-        model, objective, mesh = self._model, self._step.objective, self._mesh
-        own = first_not_finite(model, objective, batches, mesh, is_compiled=self._config.compile)
+        step, mesh = self._step, self._mesh
+        own = first_not_finite(
+            self._model, step.objective, batches, mesh, step.recovery, is_compiled=self._config.compile
+        )
         places = [(*place, rank) for rank, place in enumerate(mesh.gather(own)) if place is not None]
         if not places:
             text = "all that the forward pass computes is finite: the gradient overflowed in the backward pass"
@@ -98,7 +100,7 @@ class Watch:
     def _describe_spike(self, loss: float, z: float, samples: range) -> Finding:
         model = self._config.model
         fields = ("layernorm_compute_dtype", "softmax_compute_dtype")
-        narrow = [f"model.{name}: float32" for name in fields if getattr(model, name) in MASTERED]
+        narrow = [f"model.{name}: float32" for name in fields if getattr(model, name) in NARROW]
         advice = (
             f"write {' and '.join(narrow)}"
             if narrow
@@ -153,7 +155,13 @@ class LossSpikes:
 
 @torch.no_grad()
 def first_not_finite(
-    model: Decoder, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, is_compiled: bool
+    model: Decoder,
+    objective: Objective,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    recovery: Recovery,
+    *,
+    is_compiled: bool,
 ) -> tuple[int, int, str] | None:
     """Run micro-batches forward once more: (micro-batch, place in the order of execution, what) of the first result
     that is not finite on this rank. A collective where weights are sharded. One host read a micro-batch."""
@@ -165,12 +173,8 @@ def first_not_finite(
                 if name and not (is_compiled and _is_inside_compiled(name)):
                     for hook in _watch_module(name, module, flags):
                         stack.callback(hook.remove)
-            try:
-                objective.sums(model, batch.to(mesh.device))
-            except Exception as error:
-                if mesh.weights is not None or not is_out_of_memory(error):
-                    raise
-                continue  # a micro-batch that the step had to halve: not worth the run
+            for part in recovery.parts(batch):
+                objective.sums(model, part.to(mesh.device))
         bad = torch.stack([flag for _, flag in flags]).tolist()
         if found is None and any(bad):
             place = bad.index(True)

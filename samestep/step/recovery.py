@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from samestep.data.batch import Batch, halves
 from samestep.errors import TrainingError
 from samestep.ops.gradient_sink import GradientSink
+from samestep.torch_private import is_out_of_memory
 
 Pass = tuple[dict[str, torch.Tensor], torch.Tensor]
 """What a forward and backward pass came to: summed losses by term, and the losses [terms]; without gradient."""
-
-_ALLOCATORS = ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of messages of a plain RuntimeError that mean no memory: CPU, CPU on Windows, workspace of cuBLAS."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may help against an error."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATORS)
 
 
 class Recovery:
@@ -49,6 +40,14 @@ class Recovery:
         """What the other ranks get to know of a step: `failed`, and `limit` or 0."""
         return self.failed, self.limit or 0
 
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A micro-batch as far apart as its passes are run by now."""
+        if self._is_too_large(batch):
+            for half in halves(batch):
+                yield from self.parts(half)
+        else:
+            yield batch
+
     def run(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
         """The result of `attempt(batch)`, or the sum of those of its parts.
 
@@ -56,7 +55,7 @@ class Recovery:
             TrainingError: a single sample does not fit, or other ranks are in the middle of the pass as well.
         """
         if self._sink is not None:
-            if batch.samples > 1 and self.limit is not None and batch.positions > self.limit:
+            if self._is_too_large(batch):
                 return self._apart(batch, attempt)
             self._sink.watch()
         try:
@@ -73,6 +72,9 @@ class Recovery:
         self.limit = max(half.positions for half in halves(batch))
         with self._sink.beyond():
             return self._apart(batch, attempt)
+
+    def _is_too_large(self, batch: Batch) -> bool:
+        return batch.samples > 1 and self.limit is not None and batch.positions > self.limit
 
     def _apart(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
         (sums, losses), (more, others) = (self.run(half, attempt) for half in halves(batch))

@@ -206,11 +206,12 @@ class Updater:
                 return
             take = partial(self._take, factor=factor)
         ready = {name: self._part(gradient) for name, gradient in gradients.items()}
-        take({name: gradient for name, gradient in ready.items() if not self._is_widened(name)})
-        for name, gradient in ready.items():
-            if self._is_widened(name):
-                with self._widened(name):
-                    take({name: gradient})
+        apart = {name: gradient for name, gradient in ready.items() if self._is_widened(name)}
+        take({name: gradient for name, gradient in ready.items() if name not in apart})
+        for name, gradient in apart.items():
+            with self._widened(name):
+                take({name: gradient})
+        for name in ready:
             self._write_back(name)
 
     def _take(self, gradients: Mapping[str, torch.Tensor], *, factor: float) -> None:
