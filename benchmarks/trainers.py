@@ -11,7 +11,6 @@ python benchmarks/trainers.py [CASE ...] [--rounds N]
 fixed         pretraining, rows of one length, vocabulary of 32,000; also against the matrix products alone
 chat          rows of natural length, only the assistant's turns are targets, vocabulary of 32,000
 vocabulary    vocabulary of 128,000, micro-batches of 4,096 tokens, few of them targets
-accumulation  16 micro-batches a step against one
 start         time from the start of the process to the end of its first step
 tiny          the model of examples/quickstart.yaml
 """
@@ -94,7 +93,6 @@ def cases() -> dict[str, Case]:
     fixed = base(small, 4, 2, PLAYS, 4096)
     chat = base(small | {"seq_length": 2048}, 16, 4, CHATS, 4096)
     few = base(llama(512, 2, 8, 1376, 128_000, 1024), 4, 4, {}, 4096)
-    spread = base(small, 16, 16, PLAYS, 4096)
     by_budget = {"local_batch_size": None, "local_batch_tokens": 4096}
     tiny = llama(128, 4, 4, 344, 82, 64)
     return {
@@ -108,7 +106,6 @@ def cases() -> dict[str, Case]:
             changes={side: {"training": by_budget} for side in ("samestep", "samestep padded")},
         ),
         "vocabulary": Case(few, rounds=5),
-        "accumulation": Case(spread, ("samestep", "16 micro-batches"), rounds=8),
         "start": Case(base(tiny, 12, 12, PLAYS, 512) | {"tokenizer": {"type": "char"}}),
         "tiny": Case(
             base(tiny, 12, 12, PLAYS, 512) | {"tokenizer": {"type": "char"}},
@@ -122,7 +119,6 @@ def cases() -> dict[str, Case]:
 CHANGES: dict[str, dict[str, Any]] = {
     "samestep compiled": {"compile": True},
     "samestep padded": {"training": {"micro_batch": "padded"}},
-    "16 micro-batches": {"training": {"local_batch_size": 1}},
 }
 
 
@@ -339,7 +335,6 @@ def run_products(config: dict[str, Any], gate: Gate, attention: bool) -> None:
 SIDES: dict[str, Callable[[dict[str, Any], Gate, Path | None], None]] = {
     "samestep": run_samestep,
     "samestep compiled": run_samestep,
-    "16 micro-batches": run_samestep,
     "transformers": lambda config, gate, path: run_transformers(config, gate, path, compiled=False),
     "transformers compiled": lambda config, gate, path: run_transformers(config, gate, path, compiled=True),
     "samestep padded": run_samestep,

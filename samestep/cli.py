@@ -1,4 +1,4 @@
-"""The command line: train, plan, verify, evaluate, generate, report, schema, init."""
+"""The command line: train, plan, verify, evaluate, generate, convert, report, schema, init."""
 
 from __future__ import annotations
 
@@ -279,6 +279,36 @@ def generate(
         token_count=opened.tokenizer.vocab_size,
     )
     output.print(opened.tokenizer.decode([*ids, *new]), markup=False)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a run or checkpoint; or a GGUF file, or a Hugging Face folder."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be empty or not exist.")],
+    to: Annotated[str, typer.Option("--to", metavar="hf", help="Form of the folder.")] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float32|bfloat16|float16", help="Of the weights.", show_default="as they are stored"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the weights of a run as a Hugging Face folder, which `transformers` and most others open."""
+    from samestep.run.convert import convert as convert_weights
+
+    if to != "hf":
+        raise ConfigError(f"{to!r} is no choice", field="--to", fix="write hf")
+    written = convert_weights(source, out, dtype)
+    files = f"{written.files} file{'s' if written.files > 1 else ''}"
+    output.print(
+        f"wrote {written.folder}: {written.parameters:,} parameters in {written.dtype}, {files}, "
+        f"{written.size / 2**20:.1f} MiB",
+        markup=False,
+    )
+    for note in written.notes:
+        output.print(f"note: {note}", markup=False)
 
 
 @app.command()

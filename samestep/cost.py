@@ -194,7 +194,7 @@ def _memory(config: Config, spec: ModelSpec, split: Split, units: _Units, reduce
     masters = sum(n * 4 for dtype, n in stored if dtype in NARROW and has_masters)
     state = _STATE[config.optimizer.state_dtype] if weight <= 4 else weight
     optimizer = math.ceil(_state_numbers(config, spec) / shares * state)
-    casts = math.ceil(_linear_numbers(spec) / shares) * BYTES[model.compute_dtype] if split.casts_once else 0
+    casts = math.ceil(_linear_numbers(spec) / shares) * BYTES[model.working_dtype] if split.casts_once else 0
     buffers = 0 if spec.learned_positions else spec.max_positions * spec.head_dim * BYTES[model.rotary_dtype]
     layers, loss = activations(config, spec, split.positions), loss_head(config, spec, split.positions)
     gradients = count * (_FIXED + _EXACT if exact else BYTES[model.gradient_dtype])

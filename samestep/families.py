@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from samestep.config.kinds import ACTIVATION_ALIASES
 from samestep.config.schema import ModelConfig, RopeScalingConfig
 from samestep.errors import ConfigError
 
@@ -48,7 +49,6 @@ class Family:
 
 
 ACTIVATIONS = ("gelu", "silu", "fusedswiglu", "gelu_tanh")
-ACTIVATION_ALIASES = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 FAMILIES = {
@@ -163,14 +163,18 @@ def resolve_model(model: ModelConfig, vocab_size: int | None = None) -> ModelSpe
         raise ConfigError(
             f"{size} is smaller than the tokenizer's vocabulary of {vocab_size}: some token ids have no embedding",
             field="model.vocab_size",
-            fix=f"write {vocab_size} or more, or remove the field",
+            fix="use the tokenizer of the pretrained weights: remove the section `tokenizer`"
+            if model.pretrained
+            else f"write {vocab_size} or more, or remove the field",
         )
     positions = model.max_position_embeddings or model.seq_length
     if positions < model.seq_length:
         raise ConfigError(
             f"{positions} is less than model.seq_length {model.seq_length}",
-            field="model.max_position_embeddings",
-            fix=f"write {model.seq_length} or more, or remove the field",
+            field="model.seq_length" if model.pretrained else "model.max_position_embeddings",
+            fix=f"write model.seq_length: {positions} or less"
+            if model.pretrained
+            else f"write {model.seq_length} or more, or remove the field",
         )
     return ModelSpec(
         family=family.name,

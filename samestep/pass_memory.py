@@ -71,12 +71,12 @@ def loss_head(config: Config, spec: ModelSpec, positions: int) -> Head:
     """One chunk of logits; gradients of the weight and of the hidden states; the hidden states; of one chunk a copy
     of them and the product that becomes their gradient. The weight is copied where the product has another dtype."""
     model, tables = config.model, config.model.embedding_storage
-    stored, compute = tables if spec.tied else model.params_dtype, BYTES[model.compute_dtype]
-    summed = wide(model.loss_dtype, model.compute_dtype)
+    stored, compute = tables if spec.tied else model.params_dtype, BYTES[model.working_dtype]
+    summed = wide(model.loss_dtype, model.working_dtype)
     size = BYTES[summed]
     chunk = min(positions, max(1, _CHUNK_BYTES // (spec.vocab_size * size)))
     weight = spec.vocab_size * spec.hidden_size
-    copies = weight * size if {stored, model.compute_dtype} != {summed} else 0
+    copies = weight * size if {stored, model.working_dtype} != {summed} else 0
     hidden = spec.hidden_size * (positions * (size + compute) + 2 * chunk * size)
     return Head(
         most=chunk * spec.vocab_size * size + weight * size + copies + hidden,
@@ -111,8 +111,8 @@ class _Layer:
 
     def __init__(self, config: Config, spec: ModelSpec):
         self._config, self._spec = config, spec
-        self._compute = BYTES[config.model.compute_dtype]
-        self._wide = BYTES[wide(config.model.compute_dtype)]
+        self._compute = BYTES[config.model.working_dtype]
+        self._wide = BYTES[wide(config.model.working_dtype)]
         self.residual = spec.hidden_size * self._compute
         self._inner = spec.intermediate_size * self._compute
         norm, attention, core = self._norm(1, spec.hidden_size), *self._attention()
@@ -132,8 +132,8 @@ class _Layer:
         number = BYTES[math]
         copies = 0
         if not spec.fused_norm:  # of the input, and what divides and multiplies
-            copies = number * (1 + is_layer_norm + (model.compute_dtype != math))
-        elif is_layer_norm and model.layernorm_compute_dtype != model.compute_dtype:
+            copies = number * (1 + is_layer_norm + (model.working_dtype != math))
+        elif is_layer_norm and model.layernorm_compute_dtype != model.working_dtype:
             copies = BYTES[model.layernorm_compute_dtype]
         return rows * (size * copies + number * (1 + is_layer_norm))
 
@@ -194,8 +194,8 @@ class _Layer:
 def _weight_copies(config: Config, spec: ModelSpec) -> int:
     """Of a layer: `linear` in float32 and float64 keeps the weights that it had to convert."""
     model = config.model
-    if model.compute_dtype in NARROW or model.compute_dtype == model.params_dtype:
+    if model.working_dtype in NARROW or model.working_dtype == model.params_dtype:
         return 0
     shapes = parameter_shapes(spec)
     numbers = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0.") and len(s) > 1)
-    return numbers * BYTES[model.compute_dtype]
+    return numbers * BYTES[model.working_dtype]

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from samestep.config.schema import Config, LrSchedulerConfig, ModelConfig, ParallelismConfig
+from samestep.config.schema import Config, LrSchedulerConfig, ParallelismConfig
 from samestep.cost import Cost, Memory, Reduce, Split, step_costs
-from samestep.dtypes import NARROW, KindDtypes, expected_dtypes
+from samestep.dtypes import NARROW, KindDtypes, check_sizes, expected_dtypes
 from samestep.errors import ConfigError
 from samestep.families import ModelSpec, attended, flops_per_token, parameter_count, resolve_model
 from samestep.length import (
@@ -254,6 +254,7 @@ def make_plan(
     check_sharding(config, layout)
     training = config.training
     spec = resolve_model(config.model, facts.vocab_size if facts else None)
+    check_sizes(config, spec)
     _check_batch(config, layout, facts)
     unit = layout.data_parallel * training.least_samples
     lengths = facts.step_lengths if facts else (spec.seq_length,) * training.global_batch_size
@@ -367,7 +368,7 @@ def _choose(parallelism: ParallelismConfig, split: Split, costs: tuple[Cost, Cos
 
 def _casts_once(config: Config, spec: ModelSpec, split: Split, memory_limit: int | None) -> bool:
     """Whether weights are cast to the compute dtype once a step."""
-    if not (_are_cast(config.model) and wants_one_cast(config, split.shard, split.accumulation)):
+    if not (config.model.casts_weights and wants_one_cast(config, split.shard, split.accumulation)):
         return False
     if memory_limit is None or config.training.cast_weights == "once_per_step":
         return True
@@ -377,15 +378,8 @@ def _casts_once(config: Config, spec: ModelSpec, split: Split, memory_limit: int
 def wants_one_cast(config: Config, shard: int, accumulation: int) -> bool:
     """Whether weights that are cast to the compute dtype shall be cast once a step, if there is memory for it."""
     wanted = config.training.cast_weights
-    return _can_cast_once(config, shard) and (wanted == "once_per_step" or (wanted == "auto" and accumulation > 1))
-
-
-def _are_cast(model: ModelConfig) -> bool:
-    return model.compute_dtype in NARROW and model.compute_dtype != model.params_dtype
-
-
-def _can_cast_once(config: Config, shard: int) -> bool:
-    return shard == 1 and not config.compile
+    can = shard == 1 and not config.compile
+    return can and (wanted == "once_per_step" or (wanted == "auto" and accumulation > 1))
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -548,11 +542,10 @@ def _notes(
         notes.append(
             f"A CPU without units for {config.model.compute_dtype} runs products of operands rounded to it in float32."
         )
-    if config.training.cast_weights == "once_per_step" and not (
-        _are_cast(config.model) and _can_cast_once(config, split.shard)
-    ):
+    if config.training.cast_weights == "once_per_step" and layout.shard > 1:
         notes.append(
-            "training.cast_weights once_per_step has no effect: weights are sharded, compiled, or not cast to 16 bits."
+            f"training.cast_weights once_per_step has no effect on weights that are sharded over {layout.shard} ranks: "
+            "they are gathered, cast and freed in every pass."
         )
     if config.compile:
         notes.append("compile: compute dtypes are not checked in the first step, since compiled modules are not seen.")

@@ -6,6 +6,7 @@ here again: every one says what it relies on, and falls back to something slower
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +91,11 @@ def watch_operators(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watcher(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Else the compiler would be imported, which takes a second. Older versions do not ask.
+            return "torch._dynamo" in sys.modules
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = str(func).rsplit(".", 1)[0]
             before(name, args)

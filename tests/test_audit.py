@@ -9,21 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TINY
 from test_recompute import batch_of
 
 from samestep.config.load import from_dict
 from samestep.config.schema import Config
-from samestep.dtypes import expected_dtypes, kind_of
+from samestep.dtypes import expected_dtypes, kind_of, takes_int8
 from samestep.errors import TrainingError
+from samestep.launch import run_ranks
+from samestep.length import in_steps
 from samestep.model.decoder import Decoder
 from samestep.ops import has_native_matmul, parse_dtype
 from samestep.ops.gradient_sink import GradientSink
-from samestep.parallel.mesh import Mesh
-from samestep.run.audit import Observer, on_device, seen_compute
-from samestep.run.setup import build_model
-from samestep.run.trainer import Trainer
+from samestep.parallel.mesh import Mesh, join
+from samestep.run.audit import DtypeAudit, Observer, on_device, seen_compute
+from samestep.run.setup import build_model, build_step
+from samestep.run.trainer import Events, Trainer
+from samestep.step.update import Updater
 
 NAMES = ("float32", "bfloat16", "float16")
 FIELDS = ("params", "compute", "layernorm_compute", "softmax_compute", "rotary", "embedding_params")
@@ -207,6 +211,84 @@ def test_sums_of_gradients_in_another_dtype_are_a_difference(tiny, tmp_path):
     trainer.train()
     (event,) = events(tmp_path / "run", "dtype_audit")
     assert re.search(r"accumulation of gradients should be float32, but .* used float64", event["difference"])
+
+
+def test_float8_is_seen_in_the_layers_and_not_in_the_head():
+    pytest.importorskip("torchao")
+    config = config_of("llama", compute="float8")
+    model = build(config)
+    seen = observe(config, model)
+    table = on_device(expected_dtypes(config, model.spec, 1), torch.device("cpu"), torch.float32)
+    for row in table:
+        assert seen_compute(row, seen) == row.compute
+        assert seen.compute[row.kind]
+    wanted = {"attention products": torch.float8_e4m3fn, "mlp": torch.float8_e4m3fn, "head": torch.float32}
+    assert dict(seen.products) == {kind: {dtype} for kind, dtype in wanted.items()}
+    assert {row.kind: row.products for row in table if row.kind in wanted} == {
+        "attention products": "float8", "mlp": "float8", "head": "float32"
+    }  # fmt: skip
+
+
+# ---- state in eight bits
+
+
+def audit_of_int8(state: str) -> tuple[DtypeAudit, Updater]:
+    """An audit that expects state in int8, and an updater with state in another dtype, after a step."""
+    wide = from_dict(config_of("llama", compute="float32").model_dump(), ["model.hidden_size=64"]).config
+    expected, used = (
+        from_dict(wide.model_dump(), [f"optimizer.state_dtype={name}"]).config for name in ("int8", state)
+    )
+    model = build(wide)
+    step = build_step(in_steps(used, 2), model, Mesh.alone(), "once_per_step")
+    step([batch_of(9, 5)])
+    table = expected_dtypes(expected, model.spec, 1)
+    states = {row.kind: row.state for row in table if row.state}
+    # 64 x 64 numbers of queries are in int8; 48 x 64 and fewer cannot be.
+    assert states == dict.fromkeys(("embedding", "norm", "mlp", "head"), "float32") | {"attention products": "int8"}
+    return DtypeAudit(on_device(table, model.device, torch.float32), model, ranks=1, is_compiled=False), step.updater
+
+
+def test_only_small_state_may_be_wider_than_int8():
+    audit, updater = audit_of_int8("float32")
+    with pytest.raises(TrainingError, match=r"attention products: optimizer state should be int8, .* used float32"):
+        audit.check(updater)
+    assert takes_int8(64 * 64) and not takes_int8(64 * 63) and not takes_int8(64 * 64 + 64)
+
+
+def test_int8_state_is_what_it_should_be():
+    pytest.importorskip("torchao")
+    audit, updater = audit_of_int8("int8")
+    audit.check(updater)
+    weight = updater.trained("layers.0.self_attn.q_proj.weight")
+    updater.optimizer.state[weight]["exp_avg"] = torch.zeros(64, 64)
+    with pytest.raises(TrainingError, match=r"optimizer state should be int8, .* used float32 or int8"):
+        audit.check(updater)
+
+
+# ---- what listeners send
+
+
+class Talks(Events):
+    """Sums tensors of its own over the ranks, in a dtype that no gradient is summed in."""
+
+    def on_micro_batch(self, *_) -> None:
+        dist.all_reduce(torch.ones(99, dtype=torch.float64))
+
+    def on_gradients(self, *_) -> None:
+        dist.all_reduce(torch.ones(99, dtype=torch.float64))
+
+
+def run_with_a_listener(config: Config) -> None:
+    join(timeout=30)
+    Trainer(config, listeners=[Talks()]).train()
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_what_listeners_send_is_not_taken_for_gradients(shard, tiny, tmp_path):
+    config = tiny("training.steps=2", f"parallelism.data_parallel_shard={shard}", "checkpoint.enable_save=false")
+    run_ranks(run_with_a_listener, 2, config, timeout=60)
+    (event,) = events(tmp_path / "run", "dtype_audit")
+    assert event["sent"] == ["float32"]
 
 
 def test_kinds_of_names():

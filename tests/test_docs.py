@@ -32,7 +32,7 @@ def commands(page: Path) -> list[tuple[list[str], int]]:
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """The examples beside an empty folder for runs, with a tenth of the text."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("models"))
     text = tmp_path / "examples" / "data" / "shakespeare_quickstart.txt"
     text.write_text(text.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ import torch.utils.flop_counter
 from ruamel.yaml import YAML
 from test_model import F32, F64, documents, gradients, samples, summed
 
+from samestep.config.huggingface import spec_from_hf
 from samestep.config.load import dump, from_dict
 from samestep.config.schema import ModelConfig, RopeScalingConfig
 from samestep.data.batch import collate
@@ -32,7 +33,7 @@ from samestep.families import (
 )
 from samestep.model.attention import KeyValueCache
 from samestep.model.decoder import Decoder, document_lengths
-from samestep.model.weights import from_hf, hf_shapes, spec_from_hf, to_hf
+from samestep.model.weights import from_hf, hf_shapes, to_hf
 from samestep.ops import Precision, dynamic_rope_tables, rope_tables
 from samestep.parallel.mesh import Mesh
 from samestep.run.generate import generate

@@ -17,7 +17,7 @@ from conftest import CORPUS
 from samestep.config.load import dump, from_dict
 from samestep.config.schema import Config
 from samestep.cost import Split, step_costs
-from samestep.data.batch import Batch, collate, halves
+from samestep.data.batch import Batch, collate
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.data.rows import Sample
 from samestep.errors import ConfigError, TrainingError
@@ -386,7 +386,7 @@ def samples_of(*lengths: int) -> list[Sample]:
 def test_halves_are_what_their_samples_alone_would_be(layout, lengths):
     samples, places = samples_of(*lengths), [10 + 3 * i for i in range(len(lengths))]
     count = len(lengths) // 2
-    found = halves(collate(samples, places, layout, 77))
+    found = collate(samples, places, layout, 77).halves()
     wanted = (
         collate(samples[:count], places[:count], layout, 77),
         collate(samples[count:], places[count:], layout, 77),

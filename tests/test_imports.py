@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from samestep.config.load import dump
+
 PACKAGE = Path(__file__).parent.parent / "samestep"
 ROOMS = (
     "errors",
@@ -25,15 +27,39 @@ ROOMS = (
     "parallel",
     "step",
     "run",
+    "hf",
     "verify",
     "cli",
 )
 ORDER_INSIDE = {
-    "config": ("kinds", "optimization", "training", "schema", "foreign", "fields", "load", "document", "template"),
+    "config": (
+        "kinds",
+        "optimization",
+        "training",
+        "schema",
+        "foreign",
+        "fields",
+        "huggingface",
+        "pretrained",
+        "load",
+        "document",
+        "template",
+    ),
     "data": ("compressed", "segments", "sources", "tokenize", "rows", "order", "dataset", "batch"),
-    "model": ("linear", "norm", "attention", "feed_forward", "decoder", "activations", "init", "weights"),
+    "model": ("linear", "norm", "attention", "feed_forward", "decoder", "activations", "init", "weights", "pretrained"),
     "parallel": ("mesh", "data", "exact"),
-    "step": ("objective", "recovery", "accumulate", "clip", "schedule", "optimizers", "update", "scaler", "step"),
+    "step": (
+        "objective",
+        "recovery",
+        "accumulate",
+        "clip",
+        "schedule",
+        "optimizers",
+        "trained",
+        "update",
+        "scaler",
+        "step",
+    ),
     "run": (
         "allocator",
         "checkpoint",
@@ -50,11 +76,14 @@ ORDER_INSIDE = {
         "evaluate",
         "generate",
         "setup",
+        "convert",
         "resume",
+        "loop",
         "trainer",
     ),
     "ops": (
         "dispatch",
+        "float8",
         "precision",
         "triton_kernels",
         "norm",
@@ -66,6 +95,27 @@ ORDER_INSIDE = {
         "cross_entropy",
         "exact_sum",
         "gradient_sink",
+    ),
+    "hf": (
+        "arguments",
+        "batch",
+        "heads",
+        "routing",
+        "linear_head",
+        "passes",
+        "probes",
+        "losses",
+        "objectives",
+        "autocast",
+        "user_step",
+        "callbacks",
+        "data",
+        "update",
+        "layout",
+        "checkpoint",
+        "evaluate",
+        "run",
+        "trainer",
     ),
     "verify": ("layouts", "judge", "parity"),
 }
@@ -138,3 +188,27 @@ def test_planning_needs_no_torch():
         "heavy = {'torch', 'transformers', 'datasets', 'tensorboard'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+_FIRST_STEP = """
+import sys
+from samestep.config.load import load
+from samestep.run.trainer import Events, Trainer
+
+class FirstStep(Events):
+    def on_step_end(self, trainer, report):
+        heavy = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"}
+        heavy &= set(sys.modules)
+        assert trainer.audit.is_done and not heavy, heavy
+
+Trainer(load(sys.argv[1]).config, listeners=[FirstStep()]).train()
+"""
+
+
+def test_the_first_step_of_one_process_waits_for_no_compiler_and_no_sharding(tiny, tmp_path):
+    """Each takes a second or more to import, and much of PyTorch imports them in passing."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        dump(tiny("training.steps=1", "lr_scheduler.warmup_steps=0", "monitor.report=false")), encoding="utf-8"
+    )
+    subprocess.run([sys.executable, "-c", _FIRST_STEP, str(file)], check=True)

@@ -375,3 +375,57 @@ def test_what_only_the_first_rank_looks_at_is_told_by_all(tiny):
     train(config)
     with pytest.raises(ConfigError, match="already holds a run"):
         run_ranks(mistake_of_the_first, 2, config)
+
+
+# ---- narrow dtypes on resume
+
+NARROW = ["model.params_dtype=bfloat16", "model.compute_dtype=float16", "optimizer.state_dtype=bfloat16"]
+NARROW += ["training.loss_scale={init: 1048576, growth_interval: 2}", "lr_scheduler.type=constant"]
+NARROW += ["lr_scheduler.warmup_steps=0", "lr_scheduler.learning_rate=1e-3", "training.global_batch_size=8"]
+NARROW += ["training.local_batch_size=1", "checkpoint.save_interleaved_steps=6"]
+TIMES = {"step_seconds", "data_seconds", "eval_seconds", "tokens_per_second", "targets_per_second", "ranks"}
+TIMES |= {"peak_memory_bytes"}
+
+
+def untimed_rows(config) -> list[dict]:
+    with open(os.path.join(config.output_dir, "metrics.jsonl"), encoding="utf-8") as file:
+        return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in file]
+
+
+def kept_scale(config) -> dict:
+    return checkpoint.open_checkpoint(checkpoint.newest(Path(config.output_dir) / "checkpoints")[0]).state["loss_scale"]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_narrow_dtypes_go_on_to_the_same_bits(tiny, tmp_path, shard):
+    """Weights in bfloat16 with masters, products in float16 with a scale, moments in bfloat16: resumed on 2 ranks, they
+    are those of a run of 2 ranks that was not interrupted."""
+    base = [*NARROW, f"parallelism.data_parallel_shard={shard}", "training.steps=9"]
+    whole, again = (tiny(*base, f"output_dir={tmp_path / name}") for name in ("whole", "again"))
+    run(whole, 2)
+    run(again, 2, str(tmp_path / "whole" / "checkpoints" / "step-00000006"))
+    rows = untimed_rows(whole)
+    scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+    assert len(scales) == 9 and len(set(scales[:6])) > 1 and len(set(scales[5:])) > 1
+    assert untimed_rows(again) == [row for row in rows if row["step"] > 6]
+    assert kept_scale(again) == kept_scale(whole)
+    found, wanted = stored_tensors(again), stored_tensors(whole)
+    assert found.keys() == wanted.keys()
+    assert {tensor.dtype for tensor in wanted.values()} >= {torch.float32, torch.bfloat16}
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])] == []
+
+
+def test_narrow_dtypes_go_on_with_fewer_shards(tiny, tmp_path):
+    """4 ranks, then 2: all is as on 4 ranks all along, but for the order of sums. The random bits of the moments go by
+    the place in the whole tensor, so that only a sum at the very edge of a rounding comes out otherwise."""
+    four, two = (tiny(*NARROW, "training.steps=10", f"output_dir={tmp_path / name}") for name in ("four", "two"))
+    run(four, 4)
+    run(two, 2, str(tmp_path / "four" / "checkpoints" / "step-00000006"))
+    assert rows_of(two, "skipped").count(False) >= 2
+    found, wanted = stored_tensors(two), stored_tensors(four)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if tensor.dtype == torch.bfloat16:
+            assert (found[name] == tensor).double().mean() > 0.999, name
+        else:
+            assert (found[name] - tensor).norm() <= 1e-6 * tensor.norm(), name

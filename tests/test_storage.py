@@ -293,8 +293,8 @@ def test_the_plan_casts_once_where_there_is_memory(tiny):
     assert plan.memory.total - plain.memory.total <= 2 * shapes
     assert not make_plan(config, memory_limit=plain.memory.total).casts_once
     assert not make_plan(config, world_size=2).casts_once
-    once = tiny("training.cast_weights=once_per_step", *SIZED)
-    assert any("cast_weights once_per_step has no effect" in note for note in make_plan(once).notes)
+    once = tiny("model.compute_dtype=bfloat16", "training.cast_weights=once_per_step", *SIZED)
+    assert any("cast_weights once_per_step has no effect" in note for note in make_plan(once, world_size=2).notes)
 
 
 SIZED = ("model.vocab_size=65",)
@@ -310,7 +310,10 @@ def test_the_plan_counts_what_is_stored(tiny):
     assert mixed.parameters == 2 * count + 2 * table and mixed.masters == 4 * (count - table)
     assert memory("model.params_dtype=bfloat16", "optimizer.master_weights=none").masters == 0
     assert memory("optimizer.state_dtype=bfloat16").optimizer == plain.optimizer / 2
-    assert memory("optimizer.state_dtype=int8").optimizer == math.ceil(plain.optimizer * (0.25 + 1 / 256))
+    large = memory("model.hidden_size=64")
+    assert memory("model.hidden_size=64", "optimizer.state_dtype=int8").optimizer == math.ceil(
+        large.optimizer * (0.25 + 1 / 256)
+    )
 
 
 # ---- fields without effect
@@ -335,6 +338,11 @@ def test_a_dtype_that_nothing_reads_is_refused(tiny, settings, match):
         (["optimizer.master_weights=none"], "no weight is stored in bfloat16 or float16"),
         (["model.params_dtype=fp16", "optimizer.master_weights=stochastic_rounding"], "stored in float16"),
         (["optimizer.type=Lion", "optimizer.state_dtype=bfloat16"], "only AdamW"),
+        (["training.cast_weights=once_per_step"], "no effect: nothing is cast to 16 bits with params_dtype float32"),
+        (["training.cast_weights=every_micro_batch"], "no effect: nothing is cast"),
+        (["training.cast_weights=once_per_step", "model.compute_dtype=float8"], "compute_dtype float8"),
+        (["training.cast_weights=once_per_step", "model.compute_dtype=fp16", "compile=true"], "compiled layers cast"),
+        (["training.exact=true", "model.reduce_dtype=float64"], "adds gradients as integers"),
     ],
 )
 def test_choices_without_effect_are_refused(tiny, settings, match):

@@ -11,7 +11,6 @@ import torch
 
 from samestep.config.load import load
 from samestep.config.schema import LossScaleConfig
-from samestep.data.batch import halves
 from samestep.data.dataset import load_data
 from samestep.errors import ConfigError
 from samestep.run import setup
@@ -333,7 +332,7 @@ def test_memory_runs_out_on_one_rank_of_two(tiny):
 
 def test_a_loss_of_gradients_when_memory_runs_out_is_found(tiny, monkeypatch):
     """If the halves add nothing at all, which is wrong for the parameters that the broken pass had not reached."""
-    monkeypatch.setattr(Recovery, "_apart", lambda recovery, batch, attempt: attempt(halves(batch)[0]))
+    monkeypatch.setattr(Recovery, "_apart", lambda recovery, batch, attempt: attempt(batch.halves()[0]))
     (comparison,) = parity.run(tiny(), layouts=parse_layouts("oom=1"), cases=["even"]).comparisons
     assert any("gradient" in failure for failure in comparison.failures)
 

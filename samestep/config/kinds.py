@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from samestep.errors import ConfigError
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64", "fp8": "float8"}
 SCHEDULE_NAMES = {
     "ConstantWarmUpLR": "constant",
     "constant_with_warmup": "constant",
@@ -32,6 +32,7 @@ REFUSED_SCHEDULES = {
     "reduce_lr_on_plateau": "it follows the validation loss, but a schedule here is a function of the updates made",
 }
 DECAY_NAMES = {"1-sqrt": "sqrt"}
+ACTIVATION_ALIASES = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 HUB_PREFIX = "hf://datasets/"
 """Before the OWNER/NAME of a data set on the Hugging Face Hub, as its own file system writes it."""
 EPSILON_NAMES = ("layer_norm_epsilon", "rms_norm_eps", "layernorm_epsilon")
@@ -180,6 +181,7 @@ Between = Annotated[float, Gt(0), Lt(1)]
 Text = Annotated[str, MinLen(1)]
 Paths = Text | Annotated[list[Text], MinLen(1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], BeforeValidator(long_dtype)]
+ComputeDtype = Annotated[Literal["float32", "bfloat16", "float16", "float64", "float8"], BeforeValidator(long_dtype)]
 WideDtype = Annotated[Dtype, AfterValidator(wide)]
 LayerRanges = Annotated[list[str], AfterValidator(layer_ranges)]
 ModuleLayers = Annotated[dict[str, LayerRanges], AfterValidator(patterns)]

@@ -22,11 +22,13 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from samestep.config.fields import FIELDS, describe, field_homes, section_class
 from samestep.config.foreign import UNAVAILABLE, foreign_reason
 from samestep.config.kinds import ALIASES, HUB_PREFIX
+from samestep.config.pretrained import FIELD as PRETRAINED
+from samestep.config.pretrained import absolute_place, fill_from_pretrained
 from samestep.config.schema import Config
 from samestep.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "command line"
-PATH_FIELDS = ("train_dataset.path", "eval_dataset.path", "tokenizer.path")
+PATH_FIELDS = ("train_dataset.path", "eval_dataset.path", "tokenizer.path", PRETRAINED)
 """Inputs; made absolute so that the resolved file can be run from anywhere."""
 
 
@@ -99,6 +101,10 @@ def from_dict(data: dict[str, Any], overrides: Sequence[str] = (), source: Sourc
     _fill_sections(data)
     _resolve_paths(data, source)
     warnings = [_foreign_warning(foreign, source)] if foreign else []
+    try:
+        errors += fill_from_pretrained(data)
+    except ConfigError as error:  # without the architecture nothing else can be said
+        raise _together([*errors, error], source) from error
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -330,7 +336,9 @@ def _resolve_paths(data: dict[str, Any], source: Source) -> None:
         if not isinstance(holder, dict) or leaf not in holder:
             continue
         typed = source.locate(name) == COMMAND_LINE or source.path is None
-        holder[leaf] = _absolute(holder[leaf], Path.cwd() if typed or source.path is None else source.path.parent)
+        folder = Path.cwd() if typed or source.path is None else source.path.parent
+        make_absolute = absolute_place if name == PRETRAINED else _absolute
+        holder[leaf] = make_absolute(holder[leaf], folder)
 
 
 def _absolute(value: Any, folder: Path) -> Any:

@@ -16,6 +16,7 @@ from samestep.config.kinds import (
     ROUTER_NAMES,
     BelowOne,
     Between,
+    ComputeDtype,
     Count,
     Dtype,
     Int,
@@ -211,6 +212,10 @@ class ModelConfig(Section):
 
     model_type: Text = "llama"
     """Family of the network; decides defaults, biases, position encoding and gating."""
+    pretrained: Text | None = None
+    """Weights to begin with: a Hugging Face folder (`config.json` and safetensors), relative to the YAML file; a model
+    on the Hugging Face Hub, OWNER/NAME; or a GGUF file. It decides the fields of the architecture, which need not be
+    written, and the tokenizer unless one is named; null = random weights."""
     architectures: Text | list[Text] | None = None
     """Class name in a Hugging Face configuration; null = the family's."""
     vocab_size: Count | None = None
@@ -268,8 +273,9 @@ class ModelConfig(Section):
     otherwise."""
     embedding_params_dtype: Dtype | None = None
     """Stored embedding tables, of tokens and of learned positions, and a head tied to them; null = `params_dtype`."""
-    compute_dtype: Dtype = "bfloat16"
-    """Matrix products."""
+    compute_dtype: ComputeDtype = "bfloat16"
+    """Matrix products and hidden states. `float8`: the products of the layers' projections have operands in float8, all
+    else is in bfloat16; for GPUs of compute capability 8.9 or more (torchao, `pip install "samestep[lowbit]"`)."""
     layernorm_compute_dtype: Dtype = "float32"
     """Normalization."""
     softmax_compute_dtype: Dtype = "float32"
@@ -289,6 +295,16 @@ class ModelConfig(Section):
     def embedding_storage(self) -> str:
         """What the embedding tables are stored in."""
         return self.embedding_params_dtype or self.params_dtype
+
+    @property
+    def working_dtype(self) -> str:
+        """What is computed in besides the products of the layers' projections."""
+        return "bfloat16" if self.compute_dtype == "float8" else self.compute_dtype
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights of the layers are cast to a 16-bit dtype for their products."""
+        return self.compute_dtype in ("bfloat16", "float16") and self.compute_dtype != self.params_dtype
 
     @property
     def has_float16(self) -> bool:
@@ -566,6 +582,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_are_cast(self) -> Config:
+        choice, model = self.training.cast_weights, self.model
+        if choice == "auto" or (model.casts_weights and not self.compile):
+            return self
+        reason = (
+            f"nothing is cast to 16 bits with params_dtype {model.params_dtype} and compute_dtype {model.compute_dtype}"
+            if not model.casts_weights
+            else "compiled layers cast inside of their kernels, in every pass"
+        )
+        raise ConfigError(f"{choice} has no effect: {reason}", field="training.cast_weights", fix="remove it")
+
+    @model_validator(mode="after")
     def _exact_kernels_are_fixed(self) -> Config:
         if self.training.exact and self.compile:
             raise ConfigError(
@@ -596,7 +624,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _exact_gradients_are_float32(self) -> Config:
-        for field in ("gradient_dtype", "params_dtype", "embedding_params_dtype"):
+        for field in ("gradient_dtype", "reduce_dtype", "params_dtype", "embedding_params_dtype"):
             if self.training.exact and getattr(self.model, field) == "float64":
                 raise ConfigError(
                     "`training.exact: true` adds gradients as integers, cut from float32, so float64 would be lost",

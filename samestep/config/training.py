@@ -125,7 +125,8 @@ class TrainingConfig(Section):
     cast_weights: Literal["auto", "once_per_step", "every_micro_batch"] = "auto"
     """When weights are cast to a 16-bit `model.compute_dtype` in which they are not stored: once a step, which takes 2
     bytes a weight, or in every pass; the numbers are the same. `auto`: once, where several micro-batches make a step
-    and the plan finds memory for it. Sharded and compiled layers always cast in every pass."""
+    and the plan finds memory for it. Sharded and compiled layers always cast in every pass. Refused where nothing is
+    cast, and with `compile`."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Scale of the loss in float16."""
     rampup_batch_size: Annotated[list[Natural], MinLen(3), MaxLen(3)] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -13,6 +14,36 @@ from samestep.data.rows import IGNORE, Sample
 
 NOWHERE = -1
 """Document and sample id of padding."""
+
+
+class MicroBatch(Protocol):
+    """What the step knows of a micro-batch, whoever made it."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples; 0: it takes part in the passes of the other ranks, and counts for nothing."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are not padding."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Padding included."""
+        ...
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether it has halves."""
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def halves(self) -> tuple[Self, Self]:
+        """Two micro-batches of its samples, laid out as it is."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,20 @@ class Batch:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _FILL}
         return replace(self, **moved)
 
+    @property
+    def is_divisible(self) -> bool:
+        return self.samples > 1
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """Two micro-batches of the samples of one, which has two samples or more, laid out as it is."""
+        assert self.is_divisible
+        count = self.samples // 2
+        if len(self.input_ids) == self.samples:
+            return _rows(self, 0, count), _rows(self, count, self.samples)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.sample_ids[0].diff().nonzero().flatten() + 1])
+        edge, width = int(starts[count]), self.input_ids.shape[1]
+        return _columns(self, 0, edge, count), _columns(self, edge, width, self.samples - count)
+
 
 def collate(samples: Sequence[Sample], places: Sequence[int], layout: str, dropout_key: int = 0) -> Batch:
     """Lay samples into one micro-batch.
@@ -97,17 +142,6 @@ def collate(samples: Sequence[Sample], places: Sequence[int], layout: str, dropo
 def _spans_or_none(spans: Sequence[tuple[int, int, int]], rows: int) -> tuple[tuple[int, int, int], ...] | None:
     one_document_a_row = [span[:2] for span in spans] == [(r, 0) for r in range(rows)]
     return None if one_document_a_row else tuple(spans)
-
-
-def halves(batch: Batch) -> tuple[Batch, Batch]:
-    """Two micro-batches of the samples of one, which has two samples or more, laid out as it is."""
-    assert batch.samples > 1
-    count = batch.samples // 2
-    if len(batch.input_ids) == batch.samples:
-        return _rows(batch, 0, count), _rows(batch, count, batch.samples)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.sample_ids[0].diff().nonzero().flatten() + 1])
-    edge, width = int(starts[count]), batch.input_ids.shape[1]
-    return _columns(batch, 0, edge, count), _columns(batch, edge, width, batch.samples - count)
 
 
 def _rows(batch: Batch, start: int, stop: int) -> Batch:

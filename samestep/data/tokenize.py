@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
+from samestep.config.pretrained import check_gguf_packages
 from samestep.config.schema import TokenizerConfig
 from samestep.data.sources import Document
 from samestep.errors import ConfigError, DataError
@@ -159,7 +160,7 @@ def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> T
 
 
 def load_tokenizer(path: str | Path | None, end_token: str | None = None) -> Tokenizer:
-    """Open a `tokenizer.json`, or a Hugging Face tokenizer's folder.
+    """Open a `tokenizer.json`, a Hugging Face tokenizer's folder, or the tokenizer of a GGUF file.
 
     The folder holds a `tokenizer.json`; or GPT-2's `vocab.json` and `merges.txt`; or what only `transformers` can
     convert, such as a SentencePiece model. `tokenizer_config.json` or `special_tokens_map.json` names the end token.
@@ -170,6 +171,9 @@ def load_tokenizer(path: str | Path | None, end_token: str | None = None) -> Tok
     if path is None:
         raise ConfigError("is needed for type: file", field="tokenizer.path", fix="write the path of a tokenizer.json")
     place = Path(path)
+    if place.suffix == ".gguf":
+        hub, end = _from_gguf(place)
+        return Tokenizer(hub, end_token or end)
     folder = place if place.is_dir() else place.parent
     if place.is_dir() and not (place / "tokenizer.json").is_file():
         hub = _read_byte_pairs(folder) if _is_gpt2(folder) else _convert(folder)
@@ -234,6 +238,22 @@ def _convert(folder: Path) -> HubTokenizer:
             field="tokenizer.path",
             fix="write the folder of a tokenizer.json; for a SentencePiece model, pip install sentencepiece protobuf",
         ) from error
+
+
+def _from_gguf(file: Path) -> tuple[HubTokenizer, str | None]:
+    """The tokenizer of a GGUF file, and its end token."""
+    check_gguf_packages(file)
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:  # many kinds, of several libraries
+        raise ConfigError(
+            f"{file}: transformers cannot read the tokenizer: {' '.join(str(error).split())}",
+            field="tokenizer.path",
+            fix="write the tokenizer.json that the weights were trained with",
+        ) from error
+    return found.backend_tokenizer, found.eos_token
 
 
 def _configured_end(folder: Path) -> str | None:

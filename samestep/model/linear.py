@@ -10,16 +10,19 @@ from torch import nn
 
 from samestep.ops import Precision, linear
 from samestep.ops.dispatch import reference_ops
-from samestep.ops.precision import is_narrow
+from samestep.ops.float8 import FLOAT8
+from samestep.ops.precision import is_narrow, prepare_float8
 from samestep.torch_private import is_out_of_memory
 
 
 class Linear(nn.Module):
-    """x [..., in_features] -> [..., out_features] in the compute dtype."""
+    """x [..., in_features] -> [..., out_features] in the compute dtype; of float8 operands, in bfloat16."""
 
     def __init__(self, in_features: int, out_features: int, precision: Precision, bias: bool = False):
         super().__init__()
-        self.compute_dtype = precision.compute
+        self.compute_dtype = precision.linear or precision.compute
+        if self.compute_dtype is FLOAT8:
+            prepare_float8()
         self.cast: torch.Tensor | None = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=precision.params))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=precision.params)) if bias else None

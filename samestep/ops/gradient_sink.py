@@ -97,6 +97,15 @@ class GradientSink:
                 found[name] = gradient
         return found
 
+    def begin(self, names: Iterable[str]) -> None:
+        """A sum of zero for those of these parameters that took no part so far: they did on another rank."""
+        for name in names:
+            parameter = self.parameters[name]
+            if parameter.dtype != self.dtype:
+                self._buffers.setdefault(name, torch.zeros_like(parameter, dtype=self.dtype))
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def zero(self) -> None:
         """Forget all sums and free their memory."""
         self._buffers.clear()

@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
+from samestep.ops import float8
 from samestep.ops.dispatch import reference_ops
+from samestep.ops.float8 import FLOAT8
 
 _DTYPES = {
     "float32": torch.float32,
@@ -74,6 +76,7 @@ class Precision:
         reduce: reduction of the gradients over ranks.
         loss: logits, their softmax and the loss.
         embedding: storage of the embedding tables, of a head tied to them too; None = `params`.
+        linear: operands of the linear layers' products, where it is another than `compute`: float8.
     """
 
     params: torch.dtype = torch.float32
@@ -85,6 +88,7 @@ class Precision:
     reduce: torch.dtype = torch.float32
     loss: torch.dtype = torch.float32
     embedding: torch.dtype = None  # type: ignore[assignment]  # filled in below
+    linear: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.embedding is None:
@@ -99,10 +103,12 @@ class Precision:
         Raises:
             ConfigError: a string that is no dtype.
         """
-        named = {}
+        named: dict[str, torch.dtype] = {}
         for name, attribute in _CONFIG_FIELDS.items():
             text = getattr(model_config, attribute, None)
-            if text is not None:
+            if name == "compute" and text == float8.NAME:
+                named |= {"compute": float8.RESULT, "linear": FLOAT8}
+            elif text is not None:
                 named[name] = parse_dtype(text, field=f"model.{attribute}")
         return cls(**named)
 
@@ -199,6 +205,47 @@ class _LowLinear(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
+class _Float8Linear(torch.autograd.Function):
+    """A linear layer whose product, and that of its input's gradient, are of float8 operands.
+
+    The gradient of the weight is a product of bfloat16 operands: its rows would be scaled by all the tokens of a
+    micro-batch, so that it would depend on how the batch is split. It is not rounded on its way to a float32 weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1]).to(float8.RESULT)
+        product_NO = float8.product(x_NI, weight_OI)
+        if bias_O is not None:
+            product_NO += bias_O.to(float8.RESULT)
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.x_like = x.shape, x.dtype
+        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        return product_NO.view(*x.shape[:-1], weight_OI.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        shape, dtype = ctx.x_like
+        grad_NO = grad.reshape(-1, grad.shape[-1]).to(float8.RESULT)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = float8.product(grad_NO, weight_OI.t()).to(dtype).view(shape)
+        if ctx.needs_input_grad[1]:
+            dweight = wide_matmul(grad_NO.t(), x_NI).to(weight_OI.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = grad_NO.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dweight, dbias
+
+
+def prepare_float8() -> None:
+    """Load what float8 products need. Before anything is compiled: loading cannot be traced."""
+    float8.prepare()
+    # torchao's layer, inside of a function with a backward of its own, cannot be traced.
+    torch.compiler.allow_in_graph(_Float8Linear)
+
+
 def linear(
     x: Tensor,
     weight_OI: Tensor,
@@ -217,17 +264,20 @@ def linear(
         x: `[..., I]`, any floating dtype.
         weight_OI: any floating dtype, usually that of `Precision.params`.
         bias_O: or None.
-        compute_dtype: dtype of the operands.
-        out_dtype: dtype of the result; `compute_dtype` unless told. A wider one keeps the product unrounded.
+        compute_dtype: dtype of the operands. float8 (e4m3): of `x` and weight, whose rows are scaled; see `ops.float8`.
+        out_dtype: dtype of the result; `compute_dtype` unless told, and always bfloat16 with float8. A wider one keeps
+            the product unrounded.
         rounded_OI: the weight in `compute_dtype` (bfloat16 or float16) where the caller has it already.
 
     Returns:
         `[..., O]`. Gradients come in the dtype of their inputs; those of the parameters are not rounded to a dtype
         narrower than the parameter's.
     """
-    out_dtype = compute_dtype if out_dtype is None else out_dtype
     if reference_ops():
         return reference_linear(x, weight_OI, bias_O, compute_dtype, out_dtype=out_dtype)
+    if compute_dtype is FLOAT8:
+        return _Float8Linear.apply(x, weight_OI, bias_O)
+    out_dtype = compute_dtype if out_dtype is None else out_dtype
     if is_narrow(compute_dtype):
         return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype, rounded_OI)
     bias = None if bias_O is None else bias_O.to(compute_dtype)
@@ -249,7 +299,11 @@ def reference_linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Twin of `linear`: the rounded operands multiplied in float64, the result rounded once."""
-    product = rounded(x, compute_dtype) @ rounded(weight_OI, compute_dtype).T
+    if compute_dtype is FLOAT8:
+        product = float8.rounded_rows(x.to(float8.RESULT)) @ float8.rounded_rows(weight_OI).T
+        compute_dtype = out_dtype = float8.RESULT
+    else:
+        product = rounded(x, compute_dtype) @ rounded(weight_OI, compute_dtype).T
     if bias_O is not None:
         product = product + rounded(bias_O, compute_dtype)
     return product.to(compute_dtype if out_dtype is None else out_dtype)

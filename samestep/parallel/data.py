@@ -8,21 +8,13 @@ the count of the global batch.
 from __future__ import annotations
 
 import math
-from typing import Literal
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from samestep.config.schema import ParallelismConfig
 from samestep.model.decoder import Decoder
@@ -30,6 +22,10 @@ from samestep.ops import Precision
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
 from samestep.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 _BUCKET_BYTES = 32 << 20
 """Gradients that every rank holds are summed in pieces of about this size."""
@@ -47,6 +43,14 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
     """
     if mesh.weights is None:
         return
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     # The rest (embedding, last norm, head) stays gathered between forward and backward unless told otherwise: the head
     # is the first thing that the backward needs.
     free = {"default": (True, False), "always": (True, True), "never": (False, False)}
@@ -74,8 +78,13 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
             offload_policy=offload,
         )
     register_fsdp_forward_method(model, "losses")
+    add_up(model)
+
+
+def add_up(model: nn.Module) -> None:
+    """Make the units of a sharded model sum gradients over the ranks; they would take the mean."""
     for unit in model.modules():
-        if isinstance(unit, FSDPModule):
+        if _is_sharded(unit):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on the way
 
@@ -83,7 +92,9 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
 @torch.no_grad()
 def place(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor into a parameter. No rank hears of it."""
-    if isinstance(target, DTensor):
+    if is_distributed(target):
+        from torch.distributed.tensor import distribute_tensor
+
         whole = whole.to(target.device)
         target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
     else:
@@ -93,23 +104,34 @@ def place(target: torch.Tensor, whole: torch.Tensor) -> None:
 def free(model: nn.Module) -> None:
     """Give back weights that are still gathered after a forward pass without a backward one."""
     for unit in model.modules():
-        if isinstance(unit, FSDPModule):
+        if _is_sharded(unit):
             unit.reshard()
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    return _is_a("torch.distributed.tensor", "DTensor", tensor)
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    return _is_a("torch.distributed.fsdp", "FSDPModule", module)
+
+
+def _is_a(module: str, name: str, value: Any) -> bool:
+    """Whether a value is of a class that takes a second to import, which a run on one process is spared: as long as it
+    is not imported, nothing can be of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(value, found)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def first_element(tensor: torch.Tensor) -> int:
     """Place of the first element that this rank holds in the whole tensor, row by row; rows are split evenly, in the
     order of the ranks, the last ones shorter."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return 0
     first, rows = 0, tensor.shape[0]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -125,7 +147,7 @@ def first_element(tensor: torch.Tensor) -> int:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on every rank that holds a part of it. A collective where it is split."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def like(part: torch.Tensor, model: torch.Tensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
@@ -134,8 +156,10 @@ def like(part: torch.Tensor, model: torch.Tensor, device_mesh: DeviceMesh | None
     Args:
         device_mesh: of the part, where it is in other memory than the model.
     """
-    if not isinstance(model, DTensor):
+    if not is_distributed(model):
         return part
+    from torch.distributed.tensor import DTensor
+
     mesh = device_mesh or model.device_mesh
     return DTensor.from_local(part, mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride())
 
@@ -145,9 +169,11 @@ def owned(gradient: torch.Tensor, turn: int, mesh: Mesh) -> torch.Tensor | None:
 
     Ranks that hold the same numbers take turns. A gradient that is still to be added up over ranks is added up first.
     """
-    if not isinstance(gradient, DTensor):
+    if not is_distributed(gradient):
         return gradient if turn % mesh.world.size == mesh.world.rank else None
     if any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
         summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         gradient = gradient.redistribute(placements=summed)
     coordinate = gradient.device_mesh.get_coordinate()
@@ -170,7 +196,7 @@ class GradientReduction:
     def __init__(
         self, model: nn.Module, mesh: Mesh, when: Literal["once_per_step", "every_micro_batch"], dtype: torch.dtype
     ):
-        self._sharded = model if isinstance(model, FSDPModule) else None
+        self._sharded = model if _is_sharded(model) else None
         self._mesh, self._when, self._dtype = mesh, when, dtype
 
     def before(self, index: int, count: int) -> None:

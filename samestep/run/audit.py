@@ -25,12 +25,13 @@ from samestep.dtypes import (
     STREAM,
     KindDtypes,
     kind_of,
+    takes_int8,
 )
 from samestep.errors import TrainingError
 from samestep.model.attention import Attention, AttentionCore
 from samestep.model.decoder import Decoder, Layer, LossHead
 from samestep.model.linear import Linear
-from samestep.ops import has_native_matmul, parse_dtype, wide
+from samestep.ops import float8, has_native_matmul, parse_dtype, wide
 from samestep.ops.dispatch import reference_ops
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
@@ -74,6 +75,8 @@ def on_device(rows: Iterable[KindDtypes], device: torch.device, loss: torch.dtyp
 
 def _products(row: KindDtypes, device: torch.device, loss: torch.dtype) -> str | None:
     compute = parse_dtype(row.compute)
+    if row.products is not None:  # float8
+        return row.products
     if row.kind == HEAD:
         low = device.type == "cuda" and compute is torch.bfloat16 and loss is torch.float32
         runs = compute if low else wide(compute, loss)
@@ -85,7 +88,7 @@ def _products(row: KindDtypes, device: torch.device, loss: torch.dtype) -> str |
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return float8.NAME if dtype is float8.FLOAT8 else str(dtype).removeprefix("torch.")
 
 
 class _Origin(NamedTuple):
@@ -127,6 +130,7 @@ class Observer:
         self.products: dict[str, set[torch.dtype]] = defaultdict(set)
         self.weights: dict[str, set[torch.dtype]] = defaultdict(set)
         self.sent: set[torch.dtype] = set()
+        self._is_aside = False
         self._stack: list[tuple[str, nn.Module, int]] = []
         self._origins: dict[int, _Origin] = {}
         self._calls = 0
@@ -152,6 +156,15 @@ class Observer:
         """Observe what is sent in here."""
         with watch_operators(self._before_sending, lambda *_: None):
             yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent in here is none of the step's: a listener may use collectives of its own."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     # ---- modules
 
@@ -207,7 +220,9 @@ class Observer:
                 self._note(SOFTMAX, {arguments[0].dtype}, where)
             elif operator.startswith(_FUSED_ATTENTION):
                 self._note_operands(ATTENTION, arguments[:3], where)
-        if operator in _MATRIX and kind in PRODUCTS:
+        if operator in _MATRIX and kind in PRODUCTS and (wrapped := _wrapped_dtypes(arguments)):
+            self.products[kind] |= wrapped
+        elif operator in _MATRIX and kind in PRODUCTS:
             self._note_operands(kind, arguments, where)
             if not isinstance(module, AttentionCore):
                 self.products[kind].add(_arithmetic(arguments))
@@ -251,7 +266,7 @@ class Observer:
         return origin._replace(narrowed=target.dtype) if narrows else origin
 
     def _before_sending(self, operator: str, arguments: tuple[Any, ...]) -> None:
-        if operator in _REDUCTIONS:
+        if operator in _REDUCTIONS and not self._is_aside:
             flat = [t for part in arguments for t in (part if isinstance(part, list | tuple) else [part])]
             self.sent |= {t.dtype for t in flat if isinstance(t, Tensor) and t.numel() >= _LEAST_MESSAGE}
 
@@ -261,7 +276,20 @@ def _place(tensor: Tensor) -> int:
 
 
 def _floating(values: Iterable[Any]) -> list[Tensor]:
-    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
+    """Those with memory of their own."""
+    tensors = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
+    return [tensor for tensor in tensors if not _is_wrapper(tensor)]
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether it is a tensor made of others, such as one in float8 with its scales."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+
+
+def _wrapped_dtypes(values: Iterable[Any]) -> set[torch.dtype]:
+    """Of what wrappers hold: torchao's tell the dtype that their numbers had before."""
+    wrappers = [value for value in values if _is_wrapper(value)]
+    return {getattr(wrapper, wrapper.__tensor_flatten__()[0][0]).dtype for wrapper in wrappers}
 
 
 def _arithmetic(arguments: Iterable[Any]) -> torch.dtype:
@@ -289,7 +317,11 @@ def _holds(dtype: torch.dtype, tensor: Tensor) -> bool:
         return True
     count = tensor.numel()
     spread = torch.linspace(0, count - 1, min(_SAMPLE, count), dtype=torch.float64, device=tensor.device).long()
-    values = tensor.detach()[torch.unravel_index(spread, tensor.shape)]
+    place: list[Tensor] = []  # `torch.unravel_index` imports sympy, a second
+    for size in reversed(tensor.shape):
+        place.insert(0, spread % size)
+        spread = spread // size
+    values = tensor.detach()[tuple(place)]
     return bool((values.to(dtype).to(values.dtype) == values).all())
 
 
@@ -372,7 +404,7 @@ class DtypeAudit:
             TrainingError: a dtype differs from what was expected.
         """
         self.is_done = True
-        masters, state = _of_optimizer(updater)
+        masters, state = _of_optimizer(updater, {row.kind: row.state for row in self._expected})
         seen = []
         for row in self._expected:
             found = replace(
@@ -412,10 +444,8 @@ def _seen_products(row: KindDtypes, observer: Observer) -> str | None:
 
 
 def _compare(kind: str, what: str, expected: str | None, found: set[torch.dtype]) -> None:
-    """Nothing was seen where the set is empty. Eight-bit state leaves small tensors as they are."""
-    names = {_name(dtype) for dtype in found}
-    allowed = {expected, "float32"} if expected == "int8" else {expected}
-    if not names <= allowed:
+    """Nothing was seen where the set is empty."""
+    if not {_name(dtype) for dtype in found} <= {expected}:
         raise _difference(kind, what, expected or "none", found)
 
 
@@ -430,8 +460,15 @@ def _difference(
     )
 
 
-def _of_optimizer(updater: Updater) -> tuple[dict[str, set[torch.dtype]], dict[str, set[torch.dtype]]]:
-    """Dtypes of master weights and of state, by kind. Single numbers, such as a count of steps, are no state."""
+def _of_optimizer(
+    updater: Updater, expected: Mapping[str, str | None]
+) -> tuple[dict[str, set[torch.dtype]], dict[str, set[torch.dtype]]]:
+    """Dtypes of master weights and of state, by kind. Single numbers, such as a count of steps, are no state; nor is
+    what int8 state, where it is expected, has to leave in float32.
+
+    Args:
+        expected: kind -> dtype of the state.
+    """
     masters: dict[str, set[torch.dtype]] = defaultdict(set)
     state: dict[str, set[torch.dtype]] = defaultdict(set)
     for name in updater.parameters:
@@ -440,8 +477,12 @@ def _of_optimizer(updater: Updater) -> tuple[dict[str, set[torch.dtype]], dict[s
             continue
         if name in updater.masters:
             masters[kind].add(updater.masters[name].dtype)
-        for value in updater.optimizer.state.get(updater.trained(name), {}).values():
+        trained = updater.trained(name)
+        stays_wide = expected.get(kind) == "int8" and not takes_int8(trained.numel())
+        for value in updater.optimizer.state.get(trained, {}).values():
             if isinstance(value, Tensor) and value.ndim:
                 is_coded = hasattr(value, "codes")  # torchao's state in blocks of eight bits
-                state[kind].add(torch.int8 if is_coded else local(value).dtype)
+                dtype = torch.int8 if is_coded else local(value).dtype
+                if not (stays_wide and dtype is torch.float32):
+                    state[kind].add(dtype)
     return masters, state

@@ -24,10 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samestep.errors import CheckpointError
 from samestep.parallel.data import like, local
@@ -38,6 +35,7 @@ BEST_FILE = "best.json"
 STATE_FILE = "state.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 FORMAT = 3
+_WRITING = ".writing-"
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -81,10 +79,12 @@ class Checkpoint:
         Raises:
             CheckpointError: a name that is not there, another shape, or a file that cannot be read.
         """
-        reader = HuggingFaceStorageReader(str(self.path / part))
+        from torch.distributed import checkpoint as dcp  # late, here as below: it takes a second
+
+        reader = dcp.HuggingFaceStorageReader(str(self.path / part))
         try:
             dcp.load({name: tensor.detach() for name, tensor in targets.items()}, storage_reader=reader, no_dist=True)
-        except (OSError, SafetensorError, CheckpointException) as error:
+        except (OSError, SafetensorError, dcp.CheckpointException) as error:
             raise CheckpointError(f"{self.path / part} could not be read: {_reason(error)}") from error
 
 
@@ -123,24 +123,69 @@ def save(
             are untouched.
     """
     final = root / folder_name(step)
-    temporary = root / f".writing-{final.name}"
-    parts = {MODEL: model} if optimizer is None else {MODEL: model, OPTIMIZER: optimizer}
+
+    def renew() -> None:
+        write_best(root, best)
+        _prune(root, keep, {final.name, folder_name(best.step)} if best else {final.name})
+
+    write_folder(
+        final,
+        {MODEL: model} if optimizer is None else {MODEL: model, OPTIMIZER: optimizer},
+        lambda: {STATE_FILE: _dumped(state), **texts},
+        mesh,
+        fix="free disk space or set checkpoint.save_path; older checkpoints are untouched",
+        then=renew,
+    )
+    return final
+
+
+def _dumped(state: Mapping[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, **state}, allow_nan=False)
+
+
+def write_folder(
+    final: Path,
+    parts: Mapping[str, Tensors],
+    texts: Callable[[], Mapping[str, str]],
+    mesh: Mesh,
+    *,
+    fix: str,
+    also: Callable[[Path], None] | None = None,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Write a folder that is complete or does not exist, in place of an older one. A collective of the mesh's storage
+    group.
+
+    Args:
+        parts: tensors by the name of their subfolder; a plain tensor is the same on every rank, and one of them writes
+            it.
+        texts: gives further files by name; asked on the first rank, as the others are not.
+        fix: what a user may do if it cannot be written.
+        also: writes whatever else it likes into the folder, whose path it is given while it is still a temporary one.
+        then: once the folder is complete.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write its share; nothing is left behind.
+    """
+    temporary = final.with_name(f"{_WRITING}{final.name}")
 
     def finish() -> None:
-        _write_text(temporary / STATE_FILE, json.dumps({"format": FORMAT, **state}, allow_nan=False))
-        for name, text in texts.items():
+        if also is not None:
+            also(temporary)
+            _sync_tree(temporary)
+        for name, text in texts().items():
             _write_text(temporary / name, text)
         _write_text(temporary / MARKER, json.dumps(_inventory(temporary, written), indent=1))
         _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _sync_folder(root)
-        write_best(root, best)
-        _prune(root, keep, {final.name, folder_name(best.step)} if best else {final.name})
+        _sync_folder(final.parent)
+        if then is not None:
+            then()
 
     try:
-        _together(mesh, lambda: _begin(root, temporary) if mesh.is_first else None)
+        _together(mesh, lambda: _begin(temporary) if mesh.is_first else None)
         written: dict[str, FileFacts] = {}
         for part, tensors in parts.items():
             for facts in _together(mesh, partial(_save_tensors, temporary / part, tensors, mesh)):
@@ -149,11 +194,7 @@ def save(
     except CheckpointError as error:
         if mesh.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"{final} could not be written: {error}\n  fix: free disk space or set checkpoint.save_path; "
-            "older checkpoints are untouched"
-        ) from error
-    return final
+        raise CheckpointError(f"{final} could not be written: {error}\n  fix: {fix}") from error
 
 
 FileFacts = dict[str, Any]
@@ -166,6 +207,8 @@ def _together(mesh: Mesh, function: Callable[[], T]) -> list[T]:
     Raises:
         CheckpointError: it failed on any rank; every rank then raises, with the reasons of all.
     """
+    from torch.distributed.checkpoint import CheckpointException
+
     outcome: tuple[Any, str | None]
     try:
         outcome = (function(), None)
@@ -182,6 +225,8 @@ def _together(mesh: Mesh, function: Callable[[], T]) -> list[T]:
 
 def _reason(error: BaseException) -> str:
     """What went wrong, without the traces of all ranks that PyTorch puts in its message."""
+    from torch.distributed.checkpoint import CheckpointException
+
     if not isinstance(error, CheckpointException):
         return str(error)
     for failure, _ in error.failures.values():
@@ -190,18 +235,21 @@ def _reason(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
 
 
-def _begin(root: Path, temporary: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(".writing-step-*"):
+def _begin(temporary: Path) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    kind = temporary.name.removeprefix(_WRITING).partition("-")[0]
+    for leftover in temporary.parent.glob(f"{_WRITING}{kind}-*"):
         shutil.rmtree(leftover)
     temporary.mkdir()
 
 
 def _save_tensors(folder: Path, tensors: Tensors, mesh: Mesh) -> dict[str, FileFacts]:
     """Write this rank's share of tensors; returns the files that it wrote, by their path below the checkpoint."""
+    from torch.distributed import checkpoint as dcp
+
     dcp.save(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
         process_group=mesh.storage_group,
         no_dist=mesh.storage_group is None,
     )
@@ -345,7 +393,7 @@ def write_best(root: Path, best: Best | None) -> None:
 
 def replace_file(file: Path, text: str) -> None:
     """Write a file, at once or not at all."""
-    temporary = file.with_name(f".writing-{file.name}")
+    temporary = file.with_name(f"{_WRITING}{file.name}")
     _write_text(temporary, text)
     temporary.replace(file)
     _sync_folder(file.parent)
@@ -363,6 +411,11 @@ def _sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def _sync_tree(path: Path) -> None:
+    for file in path.rglob("*"):
+        (_sync_folder if file.is_dir() else _sync_file)(file)
+
+
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -375,7 +428,7 @@ def _inventory(folder: Path, written: Mapping[str, FileFacts]) -> dict[str, File
     """Of every file but the marker.
 
     Args:
-        written: what the ranks told of their files; only the files of this folder itself are read again.
+        written: what the ranks told of their files, which are not read again.
 
     Raises:
         OSError: a file of another rank is not here.
@@ -383,7 +436,8 @@ def _inventory(folder: Path, written: Mapping[str, FileFacts]) -> dict[str, File
     for name in written:
         if not (folder / name).is_file():
             raise OSError(f"{name}, written by another rank, is not there: all ranks need the same file system")
-    own = {file.name: _facts(file) for file in folder.iterdir() if file.is_file()}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    own = {name: _facts(file) for file in files if (name := file.relative_to(folder).as_posix()) not in written}
     return dict(sorted({**own, **written}.items()))
 
 
@@ -418,8 +472,12 @@ def run_id(folder: Path) -> str | None:
         return None
 
 
-def defect(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None: every file must have the size and hash of the marker."""
+def defect(folder: Path, parts: str = "*") -> str | None:
+    """Why a checkpoint cannot be used, or None: every file must have the size and hash of the marker.
+
+    Args:
+        parts: pattern of the subfolders in which there may be no other file.
+    """
     try:
         inventory = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -432,7 +490,7 @@ def defect(folder: Path) -> str | None:
             return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
         if _sha256(file) != expected["sha256"]:
             return f"{name} is corrupted (its hash differs)"
-    for file in folder.glob("*/*"):
+    for file in folder.glob(f"{parts}/*"):
         if file.relative_to(folder).as_posix() not in inventory:
             return f"{file.relative_to(folder)} is not in {MARKER}: it is of another checkpoint"
     return None
@@ -476,11 +534,15 @@ def open_checkpoint(folder: Path, *, need_optimizer: bool = True) -> Checkpoint:
         )
     if need_optimizer and not (folder / OPTIMIZER).is_dir():
         raise CheckpointError(f"{folder}: holds no optimizer state (no_save_optim), so it cannot be resumed")
-    optimizer = _stored(folder / OPTIMIZER) if need_optimizer else {}
-    return Checkpoint(folder, _stored(folder / MODEL), optimizer, state)
+    optimizer = stored_tensors(folder / OPTIMIZER) if need_optimizer else {}
+    return Checkpoint(folder, stored_tensors(folder / MODEL), optimizer, state)
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of a part of a checkpoint, by name; none is read."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: Stored(tuple(facts.size), facts.properties.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,8 +26,10 @@ from samestep.model.activations import compile_layers, keep_in_cpu_memory, recom
 from samestep.model.decoder import Decoder
 from samestep.model.init import initialize
 from samestep.model.linear import cast_once
+from samestep.model.pretrained import read_pretrained
 from samestep.model.weights import check_tensors
 from samestep.ops import Precision, random_key
+from samestep.ops.float8 import lack_of_float8
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.parallel.data import GradientReduction, like, local, place, shard
 from samestep.parallel.exact import ExactReduction
@@ -89,8 +91,17 @@ def fill_up(batches: list[Batch], count: int, dropout_key: int) -> list[Batch]:
     return batches + [filler(dropout_key)] * (count - len(batches))
 
 
-def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precision | None = None) -> Decoder:
-    """The model with its first values, on the device of the mesh; of a sharded one this rank's part."""
+def build_model(
+    config: Config, vocab_size: int, mesh: Mesh, precision: Precision | None = None, *, resumed: bool = False
+) -> Decoder:
+    """The model with its first values, on the device of the mesh; of a sharded one this rank's part.
+
+    Args:
+        resumed: a checkpoint's weights will follow, so that `model.pretrained` is not read.
+
+    Raises:
+        ConfigError, CheckpointError: `model.pretrained` cannot be read, or is of another model.
+    """
     precision = precision or Precision.from_config(config.model)
     spec = resolve_model(config.model, vocab_size)
     if mesh.weights is None:
@@ -106,12 +117,16 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh, precision: Precisio
     recompute(model, recomputed_modules(config.recompute, spec.num_layers))
     if config.swap.enable and mesh.device.type != "cpu":
         keep_in_cpu_memory(model)
-    initialize(
-        model,
-        config.training.seed,
-        config.model.initializer_range,
-        lambda name, target, whole: place(target, whole.to(model.stored_dtype(name))),
-    )
+
+    def put(name: str, target: torch.Tensor, whole: torch.Tensor) -> None:
+        place(target, whole.to(model.stored_dtype(name)))
+
+    if config.model.pretrained is None or resumed:
+        initialize(model, config.training.seed, config.model.initializer_range, put)
+    else:
+        weights = read_pretrained(config.model.pretrained, spec)
+        for name, parameter in model.named_parameters():
+            put(name, parameter, weights[name])
     return model
 
 
@@ -184,22 +199,34 @@ class OpenedRun:
 
 
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
-    """Load the model of a run folder, or of one of its checkpoints.
+    """Load the model of a run folder, or of one of its checkpoints. One that computes in float8 does so in bfloat16
+    where the device cannot.
 
     Raises:
         CheckpointError: no complete checkpoint, or one of another shape.
     """
-    path = folder
-    if checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file():
-        checkpoint.verify(folder)
-    else:
-        path = newest_checkpoint(folder)[0]
+    path = find_checkpoint_of(folder)
     loaded = checkpoint.open_checkpoint(path, need_optimizer=False)
     config = load_config(path / CONFIG_FILE, overrides).config
     tokenizer = kept_tokenizer(loaded)
-    model = Decoder(resolve_model(config.model, tokenizer.vocab_size), Precision.from_config(config.model))
+    precision, device = Precision.from_config(config.model), choose_device()
+    if precision.linear is not None and lack_of_float8(device):
+        precision = replace(precision, linear=None)
+    model = Decoder(resolve_model(config.model, tokenizer.vocab_size), precision)
     load_weights(model, loaded)
-    return OpenedRun(config, tokenizer, model.to(choose_device()), loaded.state["run"]["step"], path)
+    return OpenedRun(config, tokenizer, model.to(device), loaded.state["run"]["step"], path)
+
+
+def find_checkpoint_of(folder: Path) -> Path:
+    """A checkpoint itself, or the newest of a run folder; every byte of it verified.
+
+    Raises:
+        CheckpointError: no complete checkpoint.
+    """
+    if checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file():
+        checkpoint.verify(folder)
+        return folder
+    return newest_checkpoint(folder)[0]
 
 
 def newest_checkpoint(run: Path) -> tuple[Path, list[str]]:

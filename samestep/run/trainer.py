@@ -1,4 +1,4 @@
-"""A whole run: the loop around the step, and the events user code can listen to."""
+"""A whole run of a configuration: its parts, what its loop does, and the records that it keeps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +21,10 @@ from samestep.config.schema import Config
 from samestep.data.batch import Batch
 from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.errors import CheckpointError, ConfigError, DataError, TrainingError
+from samestep.families import resolve_model
 from samestep.length import Progress, in_steps, usable_samples
+from samestep.model.pretrained import check_pretrained
+from samestep.ops.float8 import check_float8
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import evaluation_rows, make_plan, resolve_layout
 from samestep.run import checkpoint
@@ -30,6 +32,7 @@ from samestep.run.allocator import keep_freed_memory
 from samestep.run.audit import DtypeAudit, on_device
 from samestep.run.evaluate import evaluate
 from samestep.run.loggers import check_packages, make_loggers
+from samestep.run.loop import Events, Loop, Pace, RunState, Work
 from samestep.run.metrics import Metrics, check_cut, cut_back
 from samestep.run.monitor import StepMonitor
 from samestep.run.preflight import check_folder, check_memory, checkpoint_bytes, device_memory
@@ -62,72 +65,12 @@ from samestep.step.optimizers import check_package
 from samestep.step.step import OVERFLOW, StepReport
 from samestep.torch_private import compile_seconds
 
-_SAME_SIGNAL_SECONDS = 1.0
-"""A signal that comes again within this time is the same one, from the terminal and from the launcher."""
-
-
-@dataclass
-class RunState:
-    """Counters of a run; all of it is in every checkpoint.
-
-    Attributes:
-        step: global batches consumed.
-        updates: steps that were not skipped.
-        consumed_samples: the cursor of the data.
-        tokens: of the batches of all steps.
-        consecutive_skips: skipped steps since the last update.
-    """
-
-    step: int = 0
-    updates: int = 0
-    consumed_samples: int = 0
-    tokens: int = 0
-    skipped: int = 0
-    consecutive_skips: int = 0
-
-
-class Events:
-    """Base of listeners; override what is of interest.
-
-    Setting a flag asks the loop for something after the current step: `should_evaluate` and `should_save` once, then
-    they are reset; `should_stop` ends the run with a save. What a listener raises ends the run; the error carries the
-    listener's name as a note, and `events.jsonl` has it too.
-    """
-
-    should_stop = False
-    should_save = False
-    should_evaluate = False
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Before the first step of this process; `trainer.state` is already that of the checkpoint."""
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        """Before the data of a step is fetched; `trainer.state.step` is still the step before."""
-
-    def on_micro_batch(self, trainer: Trainer, index: int, sums: dict[str, torch.Tensor]) -> None:
-        """After each backward pass, with the summed losses of the micro-batch, on the device. Reading them waits for
-        the device."""
-
-    def on_gradients(self, trainer: Trainer, gradients: Mapping[str, torch.Tensor]) -> None:
-        """With the gradients of the whole step by name, before they are measured, clipped and used."""
-
-    def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        """After the update or skip, when the row of the step is written."""
-
-    def on_evaluate(self, trainer: Trainer, loss: float, targets: int) -> None:
-        """After each evaluation; the loss is NaN if there was no target."""
-
-    def on_save(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is complete; with `checkpoint.async_save` that is some steps later."""
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step, unless an error ended the run."""
-
 
 def _meaning(config: Config) -> str:
     """The configuration but for its paths, which machines may have in other places."""
     lines = dump(config).splitlines()
-    return "\n".join(line for line in lines if not line.lstrip().startswith(("path:", "output_dir:", "save_path:")))
+    paths = ("path:", "output_dir:", "save_path:", "pretrained:")
+    return "\n".join(line for line in lines if not line.lstrip().startswith(paths))
 
 
 class Trainer:
@@ -146,15 +89,10 @@ class Trainer:
     def __init__(
         self, config: Config, *, resume: str = "none", listeners: Sequence[Events] = (), warnings: Sequence[str] = ()
     ):
-        self.config, self.listeners = config, list(listeners)
+        self.config = config
         self.folder = Path(config.output_dir)
         self.checkpoints = Path(config.checkpoint.save_path or self.folder / "checkpoints")
-        self.state = RunState()
         self.best: checkpoint.Best | None = None
-        self.stop_signal: signal.Signals | None = None
-        self._signalled_at = 0.0
-        self._is_listened_to = False
-        self.stop_agreed = False
         self._compiled_seconds = compile_seconds() if config.compile else 0.0
         self.world = join()
         self.mesh = Mesh(resolve_layout(config.parallelism, self.world.size), self.world, choose_device())
@@ -162,17 +100,21 @@ class Trainer:
         self._check_agreement("configuration", lambda: _meaning(config))
         check_packages(config.monitor)
         check_package(config.optimizer.state_dtype)
+        check_float8(config.model.compute_dtype, self.device)
         root_field = "checkpoint.save_path" if config.checkpoint.save_path else "output_dir"
         self.last_checkpoint, passed_over = self.mesh.from_first(
             lambda: find_checkpoint(resume, self.folder, self.checkpoints, root_field)
         )
         loaded = checkpoint.open_checkpoint(self.last_checkpoint) if self.last_checkpoint else None
         self.record = self.mesh.from_first(lambda: self._check_records(loaded))
+        self.state = RunState(**loaded.state["run"]) if loaded else RunState()
         if loaded:
-            self.state = RunState(**loaded.state["run"])
             self.best = self._kept_best(loaded)
         self.profiler = StepProfiler(config.profiler, self.folder / "profile", self.device, self.world.rank)
-        torch.use_deterministic_algorithms(config.training.deterministic)
+        if config.training.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports the compiler
+            torch.use_deterministic_algorithms(config.training.deterministic)
+        if config.model.pretrained and not loaded:
+            check_pretrained(config.model.pretrained, resolve_model(config.model))
         self.data = load_data(config, kept_tokenizer(loaded) if loaded else None)
         self._check_best()
         self._check_data(loaded)
@@ -189,7 +131,7 @@ class Trainer:
         self.order = make_order(config, self.data)
         on_cpu = self.device.type == "cpu"
         self.keeps_memory = config.cpu.keep_freed_memory and on_cpu and keep_freed_memory()
-        self._build()
+        self._build(resumed=loaded is not None)
         self.saver = checkpoint.Saver(
             self.checkpoints,
             self.mesh,
@@ -197,6 +139,7 @@ class Trainer:
             in_background=config.checkpoint.async_save,
             on_saved=self._on_saved,
         )
+        self.loop = self._make_loop(listeners)
         if loaded:
             self._restore(loaded)
         abandoned, lost = self.mesh.from_first(lambda: self._open_folder(loaded))
@@ -213,10 +156,10 @@ class Trainer:
 
     # ---- before the loop
 
-    def _build(self) -> None:
+    def _build(self, resumed: bool) -> None:
         """The model, its step, and those who watch them."""
         config, plan = self.config, self.plan
-        self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh)
+        self.model = build_model(config, self.data.tokenizer.vocab_size, self.mesh, resumed=resumed)
         self.plan = replace(plan, dtypes=on_device(plan.dtypes, self.device, self.model.precision.loss))
         self.audit = DtypeAudit(self.plan.dtypes, self.model, ranks=self.world.size, is_compiled=config.compile)
         self.step = build_step(
@@ -224,6 +167,28 @@ class Trainer:
         )
         self.monitor = StepMonitor(config.monitor.train_state, self.model, self.step.objective, self.mesh)
         self.watch = Watch(config, self.model, self.step, self.mesh)
+
+    def _make_loop(self, listeners: Sequence[Events]) -> Loop:
+        config = self.config
+        pace = Pace(
+            self.plan.steps,
+            evaluate_every=config.evaluation.interval_steps,
+            save_every=config.checkpoint.save_interleaved_steps,
+            skip_limit=config.training.max_consecutive_skipped_steps,
+        )
+        work = Work(
+            begin=lambda: self.display.start(self.state.step),
+            take_step=self._take_step,
+            evaluate=self._evaluate,
+            save=self._save,
+            end_step=lambda: None,
+            give_up=self._give_up,
+            finish=self.saver.wait,
+            close=self._close,
+            say=self.display.say,
+            listener_failed=self._record_failure,
+        )
+        return Loop(self, self.mesh, pace, work, list(listeners), self.state)
 
     def _restore(self, loaded: checkpoint.Checkpoint) -> None:
         load_weights(self.model, loaded)
@@ -353,38 +318,18 @@ class Trainer:
             TrainingError: `max_consecutive_skipped_steps` was reached (saved before).
         """
         self._introduce()
-        self._is_listened_to = self.mesh.any(bool(self.listeners))
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._tell("on_train_begin")
-            self.display.start(self.state.step)
-            while self.state.step < self.plan.steps and not self._stopping():
-                self._take_step()
-                self.saver.poll()
-                found_best = False
-                if self._wanted("should_evaluate") or self._due(self.config.evaluation.interval_steps):
-                    found_best = self._evaluate()
-                wanted = self._wanted("should_save")
-                due = self._due(self.config.checkpoint.save_interleaved_steps)
-                if wanted or due or found_best or self._stopping():
-                    self._save()
-                self._check_skips()
-            self.saver.wait()
-            self._tell("on_train_end")
-        finally:
-            self._close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        self.loop.run()
         return self.state
 
     def _take_step(self) -> None:
         with self.profiler.step(self.state.step + 1):
             self._take_profiled_step()
         self._record_trace(self.profiler.finished(self.state.step))
+        self.saver.poll()
 
     def _take_profiled_step(self) -> None:
         start = time.perf_counter()
-        self._tell("on_step_begin")
+        self.loop.tell("on_step_begin")
         fetching = time.perf_counter()
         first_sample = self.state.consumed_samples
         batches = self._next_batches()
@@ -394,10 +339,10 @@ class Trainer:
         def tell() -> tuple[float, ...]:
             seconds = time.perf_counter() - start
             measured = seconds, fetched - fetching, self.metrics.memory.bytes()
-            return float(self.stop_signal is not None), *measured, *self.step.recovery.told
+            return self.loop.stop_asked, *measured, *self.step.recovery.told
 
         self.monitor.begin(batches, self.step.loss_scale)
-        hooked = bool(self.listeners) or self.monitor.active
+        hooked = bool(self.loop.listeners) or self.monitor.active
         looks = hooked or not self.audit.is_done or self.watch.needs_gradients
         with self.audit.first_step(self.step, len(batches)):
             report = self.step(
@@ -406,12 +351,7 @@ class Trainer:
                 on_gradients=self._on_gradients if looks else None,
                 tell=tell,
             )
-        self.stop_agreed |= any(asked for asked, *_ in report.ranks)
-        self.state.updates = self.step.updater.updates
-        self.state.tokens += report.tokens
-        self.state.skipped += report.skipped is not None
-        if report.skipped != OVERFLOW:  # which ends by itself: the scale can only fall so often
-            self.state.consecutive_skips = self.state.consecutive_skips + 1 if report.skipped else 0
+        self.loop.count(report, self.step.updater.updates)
         extra = self.monitor.read()
         self.metrics.step(self.state.step, report, self.state.consumed_samples, time.perf_counter() - start, extra)
         self._record_halving(report)
@@ -424,7 +364,7 @@ class Trainer:
         self.display.step(self.state.step, report)
         if self.config.compile:
             self._record_compiling()
-        self._tell("on_step_end", report)
+        self.loop.tell("on_step_end", report)
 
     def _record_findings(self, report: StepReport, batches: Sequence[Batch], samples: range) -> None:
         if not (self.audit.is_done or report.skipped):
@@ -508,15 +448,13 @@ class Trainer:
             f"step {self.state.step} skipped: {report.skipped}{change}; weights and optimizer are unchanged"
         )
 
-    def _check_skips(self) -> None:
-        limit = self.config.training.max_consecutive_skipped_steps
-        if limit and self.state.consecutive_skips >= limit:
-            self.saver.wait()
-            raise TrainingError(
-                f"{self.state.consecutive_skips} steps in a row were skipped (training.max_consecutive_skipped_steps "
-                f"{limit}); see {self.folder / EVENTS_FILE} for the reasons\n  fix: look at the data and the learning "
-                f"rate; the state is saved in {self.last_checkpoint}"
-            )
+    def _give_up(self) -> None:
+        self.saver.wait()
+        raise TrainingError(
+            f"{self.state.consecutive_skips} steps in a row were skipped (training.max_consecutive_skipped_steps "
+            f"{self.config.training.max_consecutive_skipped_steps}); see {self.folder / EVENTS_FILE} for the reasons\n"
+            f"  fix: look at the data and the learning rate; the state is saved in {self.last_checkpoint}"
+        )
 
     def _evaluate(self) -> bool:
         """Measure the validation data; returns whether this is the best so far, with `keep_best`."""
@@ -535,7 +473,7 @@ class Trainer:
         found_best = self.config.checkpoint.keep_best and loss < best
         if found_best:
             self.best = checkpoint.Best(self.state.step, loss)
-        self._tell("on_evaluate", loss, targets)
+        self.loop.tell("on_evaluate", loss, targets)
         return found_best
 
     def _save(self) -> None:
@@ -572,7 +510,7 @@ class Trainer:
     def _on_saved(self, step: int, path: Path, is_best: bool) -> None:
         self.last_checkpoint = path
         self.metrics.event("checkpoint", step, path=str(path), best=is_best)
-        self._tell("on_save", path)
+        self.loop.tell("on_save", path)
 
     # ---- the end
 
@@ -616,57 +554,27 @@ class Trainer:
         if self.state.step >= self.plan.steps:
             self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.plan.steps}")
 
-    def _due(self, interval: int) -> bool:
-        step = self.state.step
-        return step == self.plan.steps or bool(interval and step % interval == 0)
-
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal ended the run. Alone it counts as soon as it is there; with others, once all have heard."""
-        return self.stop_agreed or (self.world.size == 1 and self.stop_signal is not None)
+        """Whether a signal ended the run."""
+        return self.loop.is_stopped
 
-    def _stopping(self) -> bool:
-        limit = self.config.training.max_consecutive_skipped_steps
-        failing = bool(limit) and self.state.consecutive_skips >= limit
-        return failing or self.is_stopped or self._asked("should_stop")
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that this process got."""
+        return self.loop.stop_signal
 
-    def _asked(self, flag: str) -> bool:
-        """Whether a listener on any rank has set its flag. A collective where any rank has listeners."""
-        return self._is_listened_to and self.mesh.any(any(getattr(listener, flag) for listener in self.listeners))
-
-    def _wanted(self, flag: str) -> bool:
-        wanted = self._asked(flag)
-        for listener in self.listeners:
-            setattr(listener, flag, False)
-        return wanted
-
-    def _tell(self, event: str, *details: Any) -> None:
-        for listener in self.listeners:
-            try:
-                getattr(listener, event)(self, *details)
-            except Exception as error:
-                place = f"{type(listener).__name__}.{event}"
-                error.add_note(f"raised by the listener {place} at step {self.state.step}")
-                self.metrics.event("listener_failed", self.state.step, listener=place, error=repr(error))
-                self.display.say(f"the listener {place} failed at step {self.state.step}: {error!r}")
-                raise
+    def _record_failure(self, place: str, error: Exception) -> None:
+        self.metrics.event("listener_failed", self.state.step, listener=place, error=repr(error))
+        self.display.say(f"the listener {place} failed at step {self.state.step}: {error!r}")
 
     def _on_micro_batch(self, index: int, sums: dict[str, torch.Tensor]) -> None:
-        self.monitor.on_micro_batch(index, sums)
-        self._tell("on_micro_batch", index, sums)
+        with self.audit.observer.aside():
+            self.monitor.on_micro_batch(index, sums)
+            self.loop.tell("on_micro_batch", index, sums)
 
     def _on_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         self.audit.on_gradients(gradients, self.step.sink)
         self.watch.on_gradients(gradients)
         self.monitor.on_gradients(gradients)
-        self._tell("on_gradients", gradients)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.stop_signal is not None:
-            # A launcher passes on to its processes what the terminal has sent them as well.
-            if self.world.size > 1 and now - self._signalled_at < _SAME_SIGNAL_SECONDS:
-                return
-            raise KeyboardInterrupt
-        self.stop_signal, self._signalled_at = signal.Signals(number), now
-        self.display.say(f"{self.stop_signal.name}: finishing this step, then saving (once more to stop at once)")
+        self.loop.tell("on_gradients", gradients)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from samestep.data.batch import Batch
+from samestep.data.batch import MicroBatch
 from samestep.step.objective import Objective
 from samestep.step.recovery import Pass, Recovery
 
@@ -18,7 +18,7 @@ MicroBatchHook = Callable[[int, dict[str, torch.Tensor]], None]
 def accumulate(
     model: nn.Module,
     objective: Objective,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     denominators: Callable[[int, str], torch.Tensor],
     *,
     device: torch.device,
@@ -45,7 +45,7 @@ def accumulate(
     for index, batch in enumerate(batches):
         before(index, len(batches))
 
-        def attempt(part: Batch, index: int = index) -> Pass:
+        def attempt(part: MicroBatch, index: int = index) -> Pass:
             sums = objective.sums(model, part.to(device))
             parts = {term: sums[term].to(dtype) / denominators(index, term) for term in objective.weights}
             trained = [weight * parts[term] for term, weight in objective.weights.items() if weight]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from samestep.data.batch import Batch
 from samestep.data.rows import IGNORE
+from samestep.parallel.mesh import Mesh
 
 
 class Objective(Protocol):
@@ -21,12 +22,27 @@ class Objective(Protocol):
 
     weights: Mapping[str, float]
 
-    def counts(self, batch: Batch) -> dict[str, int]:
+    def counts(self, batch: Any) -> dict[str, int]:
         """Term -> count of a micro-batch, from its labels alone."""
         ...
 
-    def sums(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def sums(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Term -> sum over a micro-batch, a scalar of float32 or wider; terms of weight 0 carry no gradient."""
+        ...
+
+
+@runtime_checkable
+class PreparedObjective(Protocol):
+    """An objective that must know something of the whole step before it can tell the sums of a micro-batch."""
+
+    def prepare(self, model: nn.Module, batches: Sequence[Any], counts: torch.Tensor, mesh: Mesh) -> None:
+        """Called once a step, on every rank, between the counts and the first of the sums.
+
+        Args:
+            batches: the micro-batches of this rank, as far apart as they will be run; as many on every rank where a
+                pass of the model is a collective.
+            counts: of the whole global batch by term, float64 [terms], on the device.
+        """
         ...
 
 

@@ -18,6 +18,37 @@ NORM_EPS = 1e-7
 _CODES, _SCALE = "_codes", "_scale"
 
 
+class FusedAdamW:
+    """AdamW (Loshchilov and Hutter 2019) in one pass over memory, as `torch.optim.AdamW(fused=True)`, with the same
+    attributes. No `torch.optim.Optimizer`: making one imports the compiler, which takes a second.
+
+    Args:
+        groups: dicts with `params` and `weight_decay`.
+
+    Attributes:
+        grad_scale: gradients are divided by it; a float32 scalar, or None.
+        found_inf: a float32 scalar; 1 leaves everything as it is.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float):
+        self.defaults: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "fused": True}
+        self.param_groups = [self.defaults | group for group in groups]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.grad_scale: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient; all have state."""
+        hooks: dict[str, Any] = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            _adamw(group, given, [p.grad for p in given], [self.state[p] for p in given], fused=True, **hooks)
+
+
+AnyOptimizer = Optimizer | FusedAdamW
+
+
 class Lion(Optimizer):
     """Sign momentum with decoupled weight decay (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms").
 
@@ -113,21 +144,33 @@ class Muon(Optimizer):
             parameters.append(parameter)
             gradients.append(gradient)
             states.append(state)
-        adamw(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        _adamw(group, parameters, gradients, states)
+
+
+def _adamw(
+    group: Mapping[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    **how: Any,
+) -> None:
+    b1, b2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        amsgrad=False,
+        beta1=b1,
+        beta2=b2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        **how,
+    )
 
 
 def check_package(state_dtype: str) -> None:
@@ -146,8 +189,8 @@ def check_package(state_dtype: str) -> None:
 
 def make_adamw_8bit(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> Optimizer:
     """torchao's AdamW, whose moments are kept in 8 bits: a dynamic code and one float32 scale for each 256 numbers
-    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"). Tensors of fewer than 4096 numbers, or of no
-    multiple of 256, keep float32. Its `lr` is a tensor.
+    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"); what `dtypes.takes_int8` does not take
+    stays float32. Its `lr` is a tensor.
 
     Raises:
         ConfigError: torchao is not installed.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
-from samestep.data.batch import Batch, halves
+from samestep.data.batch import MicroBatch
 from samestep.errors import TrainingError
 from samestep.ops.gradient_sink import GradientSink
 from samestep.torch_private import is_out_of_memory
+
+M = TypeVar("M", bound=MicroBatch)
 
 Pass = tuple[dict[str, torch.Tensor], torch.Tensor]
 """What a forward and backward pass came to: summed losses by term, and the losses [terms]; without gradient."""
@@ -40,15 +43,15 @@ class Recovery:
         """What the other ranks get to know of a step: `failed`, and `limit` or 0."""
         return self.failed, self.limit or 0
 
-    def parts(self, batch: Batch) -> Iterator[Batch]:
+    def parts(self, batch: M) -> Iterator[M]:
         """A micro-batch as far apart as its passes are run by now."""
         if self._is_too_large(batch):
-            for half in halves(batch):
+            for half in batch.halves():
                 yield from self.parts(half)
         else:
             yield batch
 
-    def run(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
+    def run(self, batch: M, attempt: Callable[[M], Pass]) -> Pass:
         """The result of `attempt(batch)`, or the sum of those of its parts.
 
         Raises:
@@ -66,25 +69,25 @@ class Recovery:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         # Not before the error is gone: it holds the frames of the pass, and they its tensors.
         _free()
-        if batch.samples < 2 or self._sink is None:
+        if not batch.is_divisible or self._sink is None:
             raise _does_not_fit(batch, reason)
         self.failed = max(self.failed, batch.positions)
-        self.limit = max(half.positions for half in halves(batch))
+        self.limit = max(half.positions for half in batch.halves())
         with self._sink.beyond():
             return self._apart(batch, attempt)
 
-    def _is_too_large(self, batch: Batch) -> bool:
-        return batch.samples > 1 and self.limit is not None and batch.positions > self.limit
+    def _is_too_large(self, batch: MicroBatch) -> bool:
+        return self.limit is not None and batch.is_divisible and batch.positions > self.limit
 
-    def _apart(self, batch: Batch, attempt: Callable[[Batch], Pass]) -> Pass:
-        (sums, losses), (more, others) = (self.run(half, attempt) for half in halves(batch))
+    def _apart(self, batch: M, attempt: Callable[[M], Pass]) -> Pass:
+        (sums, losses), (more, others) = (self.run(half, attempt) for half in batch.halves())
         return {term: value + more[term] for term, value in sums.items()}, losses + others
 
 
-def _does_not_fit(batch: Batch, reason: str) -> TrainingError:
+def _does_not_fit(batch: MicroBatch, reason: str) -> TrainingError:
     samples = f"{batch.samples} sample{'s' * (batch.samples != 1)}"
     what = f"out of memory in a micro-batch of {samples} and {batch.positions} positions ({reason})"
-    if batch.samples < 2:
+    if not batch.is_divisible:
         return TrainingError(
             f"{what}: it cannot be halved\n  fix: lower model.seq_length, or write recompute.mode: full, "
             "model.compute_dtype: bfloat16, or on several ranks parallelism.data_parallel_shard: -1"

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from samestep.data.batch import Batch
+from samestep.data.batch import MicroBatch
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.parallel.data import GradientReduction, local
 from samestep.parallel.exact import ExactReduction
 from samestep.parallel.mesh import Mesh
 from samestep.step.accumulate import MicroBatchHook, accumulate
 from samestep.step.clip import clip_coefficient, squares
-from samestep.step.objective import Objective
+from samestep.step.objective import Objective, PreparedObjective
 from samestep.step.recovery import Recovery
 from samestep.step.scaler import LossScaler
 from samestep.step.update import Updater
@@ -112,7 +112,7 @@ class TrainStep:
 
     def __call__(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         on_micro_batch: MicroBatchHook | None = None,
         on_gradients: GradientsHook | None = None,
         tell: Callable[[], Sequence[float]] = tuple,
@@ -150,7 +150,7 @@ class TrainStep:
     def _weights(self) -> torch.Tensor:
         return torch.tensor(list(self.objective.weights.values()), dtype=torch.float64, device=self.mesh.device)
 
-    def count(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, Totals]:
+    def count(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, Totals]:
         """Before any forward pass: counts [micro-batches, terms] of this rank, and the totals of all. On the device."""
         rows = [self.objective.counts(batch) for batch in batches]
         counts = torch.tensor([[row[t] for t in self.objective.weights] for row in rows], dtype=torch.float64)
@@ -165,7 +165,7 @@ class TrainStep:
 
     def backward(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         counts: torch.Tensor,
         totals: Totals,
         on_micro_batch: MicroBatchHook | None = None,
@@ -178,11 +178,14 @@ class TrainStep:
         divisors = divisors.clamp(min=1).to(self.loss_dtype)
         self.model.train()
         with self.around_passes():
+            if isinstance(self.objective, PreparedObjective):
+                parts = [part for batch in batches for part in self.recovery.parts(batch)]
+                self.objective.prepare(self.model, parts, totals.counts, self.mesh)
             return self._passes(batches, divisors, terms, on_micro_batch)
 
     def _passes(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         divisors: torch.Tensor,
         terms: Mapping[str, int],
         on_micro_batch: MicroBatchHook | None,

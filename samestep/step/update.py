@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from samestep.errors import CheckpointError
 from samestep.ops.dropout import random_key
 from samestep.ops.precision import is_narrow, wide
 from samestep.ops.rounding import round_stochastically
-from samestep.parallel.data import first_element, is_distributed, like, local
-from samestep.step.optimizers import Lion, Muon, make_adamw_8bit, packed_state, unpacked_state
+from samestep.parallel.data import first_element, local
+from samestep.step.optimizers import AnyOptimizer, FusedAdamW, Lion, Muon, make_adamw_8bit
 from samestep.step.schedule import Schedule
-from samestep.torch_private import scale_
+from samestep.step.trained import TrainedParameters
 
-_MASTER, _NUMBER = "master", "number"
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Floors of a root mean squared gradient and of a parameter's size (Shazeer and Stern 2018: 1e-30 of the square)."""
 
@@ -47,7 +45,7 @@ def orthogonalizes(name: str, parameter: torch.Tensor, config: OptimizerConfig) 
     return is_muon and parameter.ndim in (2, 3) and not matches(name, config.setting("adamw_include"))
 
 
-def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> AnyOptimizer:
     """The optimizer of a configuration over named parameters, in groups by weight decay (and by Muon's two halves).
 
     AdamW: Loshchilov and Hutter 2019. SGD: `torch.optim.SGD` without dampening. Adafactor: Shazeer and Stern 2018.
@@ -67,12 +65,12 @@ def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Paramete
     return _MAKERS[config.type](config, groups)
 
 
-def _adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> AnyOptimizer:
     b1, b2 = config.setting("betas")
     is_double = any(p.dtype == torch.float64 for group in groups for p in group["params"])
     if config.state_dtype == "int8" and not is_double:
         return make_adamw_8bit(groups, betas=(b1, b2), eps=config.eps)
-    return torch.optim.AdamW(groups, lr=0.0, betas=(b1, b2), eps=config.eps, fused=True)
+    return FusedAdamW(groups, betas=(b1, b2), eps=config.eps)
 
 
 def _sgd(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -107,7 +105,7 @@ def _muon(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.
 _MAKERS = {"AdamW": _adamw, "SGD": _sgd, "Adafactor": _adafactor, "Lion": _lion, "Muon": _muon}
 
 
-class Updater:
+class Updater(TrainedParameters):
     """An optimizer over named parameters, with the clip coefficient folded in.
 
     Of a sharded parameter it updates the part that this rank holds, in place; Muon, whose update of an
@@ -133,7 +131,7 @@ class Updater:
         stored: Callable[[str], torch.dtype] | None = None,
         seed: int = 0,
     ):
-        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        super().__init__(parameters)
         self.config, self.schedule, self._seed = config, schedule, seed
         held = {name: self._part(p.detach()) for name, p in self.parameters.items()}
         dtypes = {name: stored(name) if stored else p.dtype for name, p in held.items()}
@@ -142,10 +140,9 @@ class Updater:
         self.masters = {name: nn.Parameter(held[name].float()) for name in narrow if has_masters}
         self._rounded_to = {} if has_masters else narrow
         self._held = {name: nn.Parameter(p) for name, p in held.items() if name not in self.masters}
-        self.updates = 0
         self.optimizer = make_optimizer(config, {name: self.trained(name) for name in self.parameters})
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        self._reads_first = not isinstance(self.optimizer, torch.optim.AdamW)
+        self._reads_first = not isinstance(self.optimizer, FusedAdamW)
         if not self._reads_first:
             self._begin_state()
 
@@ -162,10 +159,6 @@ class Updater:
                 "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
-
-    def trained(self, name: str) -> nn.Parameter:
-        """What the optimizer updates for a parameter: its master where it has one, of the part that this rank holds."""
-        return self.masters[name] if name in self.masters else self._held[name]
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.config.type == "Muon" else local(tensor)
@@ -193,18 +186,10 @@ class Updater:
                 group["lr"] = self.learning_rate
         if not gradients:
             return
-        if not self._reads_first:
-            # Offloaded weights are on another device than the decision. PyTorch would copy it without waiting for it.
-            device = self._part(next(iter(gradients.values()))).device
-            scale, flag = coefficient.reciprocal().float().to(device), skip.float().to(device)
-            take = partial(self._take_on_device, coefficient=coefficient, scale=scale, skip=flag)
-        else:
-            # Other optimizers have no hooks for it (fused SGD has, but leaves its momentum uninitialised when its first
-            # step is skipped).
-            factor, skipped = torch.stack([coefficient, skip.to(coefficient.dtype)]).tolist()
-            if skipped:
-                return
-            take = partial(self._take, factor=factor)
+        device = self._part(next(iter(gradients.values()))).device
+        take = self._decide(device, coefficient, skip)
+        if take is None:
+            return
         ready = {name: self._part(gradient) for name, gradient in gradients.items()}
         apart = {name: gradient for name, gradient in ready.items() if self._is_widened(name)}
         take({name: gradient for name, gradient in ready.items() if name not in apart})
@@ -213,49 +198,6 @@ class Updater:
                 take({name: gradient})
         for name in ready:
             self._write_back(name)
-
-    def _take(self, gradients: Mapping[str, torch.Tensor], *, factor: float) -> None:
-        """One update of these parameters by `factor * gradient`."""
-        given = self._give(gradients)
-        if factor != 1:
-            scale_(given, factor)
-        self._step(gradients)
-
-    def _take_on_device(
-        self,
-        gradients: Mapping[str, torch.Tensor],
-        *,
-        coefficient: torch.Tensor,
-        scale: torch.Tensor | None,
-        skip: torch.Tensor,
-    ) -> None:
-        """The same, with a decision that stays on the device.
-
-        PyTorch's fused AdamW divides by `grad_scale`, and leaves weights, moments and step count bit-unchanged where
-        `found_inf` is 1: hooks made for its GradScaler. They take float32, too coarse for float64 gradients.
-        """
-        given = self._give(gradients)
-        if not given:
-            return
-        if any(gradient.dtype == torch.float64 for gradient in given):
-            scale_(given, coefficient)
-            scale = None
-        vars(self.optimizer).update(grad_scale=scale, found_inf=skip)
-        self._step(gradients)
-
-    def _give(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Hand gradients to the optimizer, in the dtype of what it updates: the sum may be wider or narrower."""
-        given = []
-        for name, gradient in gradients.items():
-            parameter = self.trained(name)
-            parameter.grad = gradient.to(parameter.dtype)
-            given.append(parameter.grad)
-        return given
-
-    def _step(self, names: Iterable[str]) -> None:
-        self.optimizer.step()
-        for name in names:
-            self.trained(name).grad = None
 
     def _narrow_state(self, name: str) -> dict[str, torch.Tensor]:
         state = self.optimizer.state.get(self.trained(name), {})
@@ -306,48 +248,9 @@ class Updater:
             shard = self._part(parameter.detach())
             self._round(shard, shard, name)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Masters and optimizer state: `master.NAME`, `KEY.NAME` for tensors, `number.KEY.NAME` for Python numbers.
-
-        What belongs to a sharded parameter is laid out as it is. A parameter that was never updated has no state, but
-        for AdamW's, which is zero.
-        """
-        tensors = {f"{_MASTER}.{name}": self._whole(name, master.detach()) for name, master in self.masters.items()}
-        for name in self.parameters:
-            for key, value in unpacked_state(self.optimizer.state.get(self.trained(name), {})).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{key}.{name}"] = self._whole(name, value)
-                elif value is not None:
-                    tensors[f"{_NUMBER}.{key}.{name}"] = torch.tensor(
-                        value, dtype=torch.int64 if isinstance(value, int) else torch.float64
-                    )
-        return tensors
-
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of which this rank holds the part `tensor`; single numbers are not split."""
-        return like(tensor, self.parameters[name]) if tensor.ndim and not is_distributed(tensor) else tensor
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over what `state` gave.
-
-        Raises:
-            CheckpointError: names do not fit the parameters, or the state is of another optimizer.
-        """
-        states: dict[str, dict[str, Any]] = {name: {} for name in self.parameters}
-        masters: dict[str, torch.Tensor] = {}
-        for full, tensor in tensors.items():
-            key, _, name = full.partition(".")
-            is_number = key == _NUMBER
-            if is_number:
-                key, _, name = name.partition(".")
-            if name not in self.parameters:
-                raise CheckpointError(f"the optimizer state has {full!r}, but no trained parameter is called {name!r}")
-            if key == _MASTER:
-                masters[name] = tensor
-            else:
-                states[name][key] = tensor.item() if is_number else self._placed(tensor, name)
-        states = {name: packed_state(state) for name, state in states.items()}
+    def _check_state(
+        self, states: Mapping[str, Mapping[str, Any]], masters: Mapping[str, torch.Tensor], updates: int
+    ) -> None:
         if masters.keys() != self.masters.keys():
             odd = min(masters.keys() ^ self.masters.keys())
             raise CheckpointError(
@@ -366,16 +269,6 @@ class Updater:
                     f"{', '.join(sorted(self._state_keys(name))) or 'nothing'} for it\n"
                     "  fix: restore the optimizer settings that the run began with"
                 )
-        for name, master in self.masters.items():
-            master.copy_(self._part(masters[name]))
-        self.optimizer.state.clear()
-        self.optimizer.state.update({self.trained(name): state for name, state in states.items() if state})
-        self.updates = updates
-
-    def _placed(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """A copy on the parameter's device; a step count stays on the CPU unless the optimizer is fused."""
-        is_count = tensor.ndim == 0 and not self.optimizer.defaults.get("fused")
-        return self._part(tensor).to("cpu" if is_count else self.trained(name).device, copy=True)
 
     def _state_keys(self, name: str) -> set[str]:
         if self.config.type == "SGD":

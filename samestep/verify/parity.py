@@ -24,6 +24,7 @@ from samestep.errors import ConfigError
 from samestep.launch import run_ranks
 from samestep.length import in_steps
 from samestep.ops import Precision, random_key
+from samestep.ops.float8 import check_float8
 from samestep.ops.precision import is_narrow
 from samestep.parallel.data import local, whole
 from samestep.parallel.mesh import Mesh, choose_device, join
@@ -98,6 +99,8 @@ def run(
             field="--dtype",
             fix="leave it out: exact mode is judged by equal bits in the run's own dtypes; or add training.exact=false",
         )
+    if dtype == "config":
+        check_float8(config.model.compute_dtype, choose_device())
     data = data or load_data(config)
     facts = data_facts(config, data)
     plan = make_plan(config, 1, facts)  # a configuration that cannot train proves nothing
@@ -127,7 +130,7 @@ def run(
                 comparisons.append(judge.low(traces[Job(REFERENCE, case, precision.raised(torch.float64), 1)]))
             else:
                 comparisons.append(judge.double() if double else judge.single())
-    name = dtype if dtype != "config" else str(precision.compute).removeprefix("torch.")
+    name = dtype if dtype != "config" else config.model.compute_dtype
     return ParityReport(name, tuple(comparisons))
 
 
@@ -136,7 +139,7 @@ def _precision(config: Config, dtype: str) -> Precision:
     if dtype == "config":
         return precision
     chosen = getattr(torch, dtype)
-    return replace(precision, compute=chosen) if is_narrow(chosen) else precision.raised(chosen)
+    return replace(precision, compute=chosen, linear=None) if is_narrow(chosen) else precision.raised(chosen)
 
 
 def run_grid(config: Config, *, cases: Sequence[str] = CASES, dtype: str = "config", steps: int = 1) -> ParityReport:
