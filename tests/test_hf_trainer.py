@@ -29,6 +29,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from samestep.errors import ConfigError, DataError, TrainingError
 from samestep.hf import Trainer, TrainingArguments
 from samestep.hf.arguments import HARMLESS, REFUSED, SUPPORTED
+from samestep.hf.update import load_schedule, schedule_state
 
 EVENTS = ["train_begin", "epoch_begin", "step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"]
 EVENTS += ["log", "prediction_step", "evaluate", "save", "epoch_end", "train_end"]
@@ -538,3 +539,80 @@ def test_the_documentation_names_what_is_refused():
     page = (Path(__file__).parent.parent / "docs" / "hf_trainer.md").read_text(encoding="utf-8")
     for name in [*REFUSED, "loss_normalization", "max_consecutive_skipped_steps", "data_parallel_shard"]:
         assert f"`{name}" in page, name
+
+
+# ---- what a second look found
+
+
+def test_a_model_in_bfloat16_is_trained_twice(tmp_path):
+    model = tiny_llama().to(torch.bfloat16)
+    for turn in range(2):
+        trainer = Trainer(model, arguments(tmp_path / str(turn), max_steps=1), train_dataset=rows(8))
+        trainer.train()
+        assert trainer.state.global_step == 1
+    model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_samplers_of_ones_own_hear_of_the_epoch(tmp_path):
+    epochs = []
+
+    class Sampler(torch.utils.data.SequentialSampler):
+        def set_epoch(self, epoch):
+            epochs.append(epoch)
+
+    class Mine(Trainer):
+        def get_train_dataloader(self):
+            data = self.train_dataset
+            return torch.utils.data.DataLoader(data, 4, sampler=Sampler(data), collate_fn=self.data_collator)
+
+    Mine(tiny_llama(), arguments(tmp_path, num_train_epochs=2, max_steps=-1), train_dataset=rows(8)).train()
+    assert epochs == [0, 1]
+
+
+def test_a_schedule_with_numbers_as_keys_comes_back():
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4])
+
+    before, after = make(), make()
+    for _ in range(3):
+        before.optimizer.step()
+        before.step()
+    after.optimizer.param_groups[0]["lr"] = before.get_last_lr()[0]  # comes with the optimizer
+    load_schedule(after, json.loads(json.dumps(schedule_state(before))))
+    for schedule in (before, after) * 3:
+        schedule.optimizer.step()
+        schedule.step()
+    assert after.get_last_lr() == before.get_last_lr() == [pytest.approx(0.01)]
+
+
+def test_a_step_of_ones_own_tells_the_whole_loss(tmp_path):
+    class Mine(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def model():
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        return transformers.BertForQuestionAnswering(config)
+
+    data = [
+        {"input_ids": [1, 2, 3, 4], "attention_mask": [1] * 4, "start_positions": i % 4, "end_positions": 3}
+        for i in range(8)
+    ]
+    found = []
+    for kind in (Trainer, Mine):
+        args = arguments(tmp_path / kind.__name__, max_steps=1, label_names=["start_positions", "end_positions"])
+        trainer = kind(model().eval(), args, train_dataset=data, eval_dataset=data)
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["_prepare_inputs", "floating_point_ops", "compute_loss_context_manager"])
+def test_a_method_that_training_would_not_call_is_refused(tmp_path, method):
+    kind = type("Mine", (Trainer,), {method: lambda self, *_: None})
+    with pytest.raises(ConfigError, match=f"Mine overrides {method}, which samestep never calls"):
+        kind(tiny_llama(), arguments(tmp_path), train_dataset=rows(8))

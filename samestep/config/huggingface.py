@@ -82,8 +82,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_type": family}
     for key, default in _HF_FIELDS[family].items():
         value = config.get(key, default)
-        if value is _NEEDED:
-            raise _hf_error(key, "is missing", "use the config.json that came with the weights")
+        if default is _NEEDED and not isinstance(value, int):
+            reason = "is missing" if value in (_NEEDED, None) else f"{value!r} is no whole number"
+            raise _hf_error(key, reason, "use the config.json that came with the weights")
         fields[_OWN_NAMES.get(key, key)] = value
     if family == "gpt2":
         return fields | {"hidden_dropout": _gpt2_dropout(config)}
@@ -124,7 +125,7 @@ _ROPE_KEYS = {
 
 def _rope_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_KEYS:
         raise _hf_error("rope_type", f"{kind!r} is not available", "use one of: " + ", ".join(_ROPE_KEYS))

@@ -27,7 +27,8 @@ SETTINGS = (
     "chat_template.jinja",
 )
 """Files of a Hugging Face folder beside its weights."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+"""Its weights. Some models have a second copy of theirs in other files."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "*.model")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -59,7 +60,16 @@ _DECIDED = (
     "tie_word_embeddings",
     "hidden_act",
 )
-"""Fields that every `config.json` decides; a resolved file has them."""
+"""Fields that every `config.json` decides."""
+_RESOLVED = (
+    "rope_theta",
+    "rope_scaling",
+    "layer_norm_epsilon",
+    "sliding_window",
+    "attention_bias",
+    "initializer_range",
+)
+"""Further fields that a resolved file has, if only to say that there is nothing."""
 _FREE = ("hidden_dropout", "attention_dropout")
 """Fields of a `config.json` that a configuration may set to something else: they are of the training."""
 _IMPLIED: dict[str, dict[str, Any]] = {
@@ -110,18 +120,20 @@ def find(name: str, *, weights: bool = False) -> Path:
     """The Hugging Face folder, or the GGUF file, of pretrained weights.
 
     Args:
-        name: a folder with a `config.json` or one GGUF file, a GGUF file, or a model on the Hugging Face Hub.
+        name: absolute path of a folder with a `config.json` or one GGUF file, or of a GGUF file; or a model on the
+            Hugging Face Hub.
         weights: whether weights are wanted as well; else what is fetched from the Hub leaves them out.
 
     Raises:
         ConfigError: there is none, or the Hub cannot be reached.
     """
     path = Path(name)
-    if path.is_dir():
-        return _in_folder(path)
-    if path.is_file() and is_gguf(path):
-        return path
-    if path.exists():
+    if path.is_absolute():  # else a folder of the working directory would stand in for a name on the Hub
+        if path.is_dir():
+            return _in_folder(path)
+        if path.is_file() and is_gguf(path):
+            return path
+    if path.is_absolute() and path.exists():
         raise _error(f"{path} is neither a folder nor a {_GGUF} file", "write the folder that holds config.json")
     if _is_hub_name(name):
         return _fetched(name, (*SETTINGS, *WEIGHTS) if weights else SETTINGS)
@@ -252,12 +264,22 @@ def fill_from_pretrained(data: dict[str, Any]) -> list[ConfigError]:
     name = model.get("pretrained") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(name, str) or not name:
         return []
-    if not Path(name).exists() and all(model.get(field) is not None for field in _DECIDED):
+    if not _is_at_hand(Path(name)) and _is_resolved(model, data.get("tokenizer")):
         return []
     place = find(name)
     where = str(place if is_gguf(place) else place / CONFIG_JSON)
     errors = _fill_model(model, architecture(read_config(place), where), where)
     return errors + _fill_tokenizer(data.get("tokenizer"), place)
+
+
+def _is_at_hand(path: Path) -> bool:
+    held = path.is_file() or (path / CONFIG_JSON).is_file() or any(path.glob(f"*{_GGUF}"))
+    return path.is_absolute() and held
+
+
+def _is_resolved(model: Mapping[str, Any], tokenizer: Any) -> bool:
+    decided = all(model.get(field) is not None for field in _DECIDED) and all(field in model for field in _RESOLVED)
+    return decided and isinstance(tokenizer, dict) and tokenizer.get("path") is not None
 
 
 def _fill_model(model: dict[str, Any], fields: Mapping[str, Any], where: str) -> list[ConfigError]:

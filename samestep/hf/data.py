@@ -241,10 +241,8 @@ class StreamWindows:
         self.steps_in_epoch = None if length is None else -(-length // shape.accumulation)
 
     def after(self, cursor: Cursor) -> Iterator[Window]:
-        targets: tuple[Any, ...] = (self.loader, self._part, getattr(self.loader, "batch_sampler", None))
-        for target in targets:
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(cursor.epoch)
+        for target in self._of_epochs():
+            target.set_epoch(cursor.epoch)
         found = self._begun(cursor)
         size = self._shape.accumulation
         ahead = list(islice(found, size + 1))
@@ -258,6 +256,13 @@ class StreamWindows:
             if not goes_on:
                 return
             ahead += islice(found, size + 1 - len(ahead))
+
+    def _of_epochs(self) -> list[Any]:
+        """Whatever wants to know the epoch: the loader, its samplers, the data."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        source = getattr(self.loader, "dataset", None) if self._part is None else self._part
+        found = (self.loader, batches, getattr(batches, "sampler", None), getattr(self.loader, "sampler", None), source)
+        return list({id(target): target for target in found if hasattr(target, "set_epoch")}.values())
 
     def _begun(self, cursor: Cursor) -> Iterator[Inputs]:
         """A pass from the cursor on; what is before it is read again."""

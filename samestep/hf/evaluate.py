@@ -123,7 +123,7 @@ class Evaluation:
         self._trainer, self._args, self._mesh, self._prefix = trainer, args, trainer.mesh, prefix
         self._loss_only = args.prediction_loss_only if loss_only is None else loss_only
         self._ignore_keys = ignore_keys
-        self._totals = LossTotals(trainer.loss_objective.weights, trainer.mesh)
+        self._totals = LossTotals(trainer.eval_objective.weights, trainer.mesh)
         self._collected = Collected(args.eval_do_concat_batches, trainer.mesh)
         self._in_batches = args.batch_eval_metrics and trainer.compute_metrics is not None and not self._loss_only
         self._collects = not self._in_batches or description == "Prediction"
@@ -163,7 +163,7 @@ class Evaluation:
         self._steps += 1
         if loss is not None:
             self._has_loss = True
-            counts = trainer.loss_objective.counts(trainer.model_batch(inputs))
+            counts = trainer.eval_objective.counts(trainer.model_batch(inputs))
             self._totals.add_mean(loss, counts) if sums is None else self._totals.add(sums, counts)
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)

@@ -14,7 +14,7 @@ from samestep.errors import ConfigError
 from samestep.hf.batch import ModelBatch
 from samestep.hf.heads import CausalHead, Head, Seq2SeqHead, TokenHead, labels_of
 from samestep.hf.passes import Normalization, Passes, device_of, nothing
-from samestep.hf.probes import Findings, parted, probe, used_rows
+from samestep.hf.probes import Findings, parted, probe, used_rows, without_dropout
 from samestep.ops.precision import wide
 from samestep.parallel.data import free
 from samestep.parallel.mesh import Mesh
@@ -189,8 +189,9 @@ class LossObjective:
         name = "shift_labels" if isinstance(self._head, CausalHead) and "shift_labels" in batch.inputs else self._name
         can_mask = not self._is_users or isinstance(self._head, TokenHead)
         parts = parted(batch, name, self.items, can_mask) if items else None
-        found = probe(ask, batch, items, total, parts)
-        used = used_rows(ask, model, batch, total)
+        with without_dropout(model):  # parts of a batch would draw other masks than the whole
+            found = probe(ask, batch, items, total, parts)
+            used = used_rows(ask, model, batch, total)
         if items and used is not None:
             counted = None if self._head is None else self._head.used(batch.inputs).to(used.device)
             if counted is not None and counted.shape == used.shape and not torch.equal(used, counted):

@@ -22,6 +22,18 @@ _FACTOR = 4
 """Between the two counts that a loss is asked with: a power of two divides without rounding."""
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, and what each module was in afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 @dataclass
 class Findings:
     """What the micro-batches of all ranks have shown of a loss; 0 where none has.

@@ -31,7 +31,7 @@ from samestep.hf.callbacks import CallbackEvents
 from samestep.hf.data import Cursor, MapWindows, Window, first_batch
 from samestep.hf.layout import Reduction, Weights
 from samestep.hf.objectives import dropout_seed
-from samestep.hf.update import TorchUpdater, schedule_state
+from samestep.hf.update import TorchUpdater, load_schedule, schedule_state
 from samestep.ops.gradient_sink import GradientSink
 from samestep.run.checkpoint import random_states, set_random_states, write_folder
 from samestep.run.loop import Loop, Pace, RunState, Work
@@ -204,12 +204,12 @@ class Run:
         if args.save_strategy != "no" and not args.save_only_model:
             self.updater.groups()
             schedule_state(trainer.lr_scheduler)
-        sink = GradientSink(parameters, dtype, can_resume=self.mesh.weights is None)
+        self._sink = GradientSink(parameters, dtype, can_resume=self.mesh.weights is None)
         self.step = TrainStep(
             model,
             trainer.loss_objective,
             self.updater,
-            sink,
+            self._sink,
             Reduction(model, self.mesh, dtype),
             self.mesh,
             max_norm=args.max_grad_norm or None,
@@ -224,7 +224,7 @@ class Run:
     def _restore(self, resumed: checkpoint.Resumed) -> None:
         state = resumed.state
         checkpoint.load_updater(self.updater, resumed)
-        self.trainer.lr_scheduler.load_state_dict(state["updater"]["schedule"])
+        load_schedule(self.trainer.lr_scheduler, state["updater"]["schedule"])
         if state["loss_scale"] and self.step.scaler is not None:
             self.step.scaler.load_state(state["loss_scale"])
         set_random_states(state["random"], self.mesh.world)
@@ -498,7 +498,11 @@ class Run:
             trainer._finish_current_push()
 
     def _close(self) -> None:
-        """Take off what was put on the model for the training."""
+        """Take off what was put on the model and its optimizer for the training."""
+        self._sink.close()
+        for hook in ("grad_scale", "found_inf"):
+            if hasattr(self.trainer.optimizer, hook):
+                setattr(self.trainer.optimizer, hook, None)
         if self._neftune is not None:
             from transformers.integrations.neftune import deactivate_neftune
 

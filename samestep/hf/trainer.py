@@ -67,6 +67,15 @@ NOT_CALLED = {
     "_get_grad_norm": "samestep measures the norm",
     "_wrap_model": "the model is not wrapped",
     "_prepare_for_training": "use the callback on_train_begin",
+    "_prepare_inputs": "use the data collator, which makes the inputs of training and evaluation alike",
+    "compute_loss_context_manager": "write bf16 or fp16, or override compute_loss",
+    "_init_training_state": "use the callback on_train_begin",
+    "_finalize_training": "use the callback on_train_end",
+    "_determine_best_metric": "write metric_for_best_model and greater_is_better",
+    "_load_best_model": "write load_best_model_at_end",
+    "_track_num_input_tokens": "write include_num_input_tokens_seen",
+    "store_flos": "override log",
+    "floating_point_ops": "override log",
 }
 """Methods of transformers that are never called here, and what to override instead."""
 
@@ -132,6 +141,12 @@ class Trainer(transformers.Trainer):
                 field="fp16",
                 fix="write bf16=True, or override compute_loss instead",
             )
+        if setting(args, "loss_normalization") == "micro_batch_mean" and _overrides(self, "training_step"):
+            raise ConfigError(
+                "a training_step of your own decides by itself what a loss is divided by",
+                field="loss_normalization",
+                fix="leave it out, or override compute_loss instead",
+            )
         super().__init__(
             model=model,
             args=args,
@@ -177,14 +192,16 @@ class Trainer(transformers.Trainer):
     @property
     def loss_objective(self) -> Any:
         """What the step knows of the model and its loss: the user's loss where there is one."""
-        own = _overrides(self, "compute_loss")
-        if _overrides(self, "training_step"):
-            return self._objective("step")
-        return self._objective("user" if own else "model")
+        return self._objective("step") if _overrides(self, "training_step") else self.eval_objective
+
+    @property
+    def eval_objective(self) -> Any:
+        """The same, where no `training_step` has a part in it."""
+        return self._objective("user" if _overrides(self, "compute_loss") else "model")
 
     def _objective(self, kind: str) -> Any:
         if kind == "step":
-            return StepObjective(self, self._objective("user" if _overrides(self, "compute_loss") else "model"))
+            return StepObjective(self, self.eval_objective)
         if kind not in self._objectives:
             made = objective_for(
                 self.model,
@@ -225,6 +242,12 @@ class Trainer(transformers.Trainer):
             raise DataError("there is no training data\n  fix: hand train_dataset to the Trainer")
         dataset, collator = self._for_model(self.train_dataset, "training")
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
+            if self.args.dataloader_drop_last:
+                raise ConfigError(
+                    "it is not known which samples of a stream are the last",
+                    field="dataloader_drop_last",
+                    fix="leave it False: the samples that are left are a smaller step",
+                )
             return self._loader(RankPart(dataset, self.shape), collator, batch_size=self.shape.micro)
         order = Order(
             len(dataset),
@@ -277,7 +300,8 @@ class Trainer(transformers.Trainer):
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and self.mesh.device.type != "cpu",
-            persistent_workers=args.dataloader_persistent_workers,
+            # A worker that stays keeps its copy of a stream, with the place where that began.
+            persistent_workers=args.dataloader_persistent_workers and not isinstance(dataset, RankPart),
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
             in_order=args.dataloader_in_order,
@@ -397,8 +421,7 @@ class Trainer(transformers.Trainer):
             with self.compute_loss_context_manager():
                 outputs = model(**inputs)
             return None, None, None if loss_only else _logits(outputs, ignore_keys), None
-        kind = "user" if _overrides(self, "compute_loss") else "model"
-        objective, batch = self._objective(kind), self.model_batch(inputs)
+        objective, batch = self.eval_objective, self.model_batch(inputs)
         labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
         if loss_only:
             sums, logits = objective.sums(model, batch), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -66,13 +67,19 @@ class TorchUpdater(TrainedParameters):
         replaced: dict[int, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
             part = self._part(parameter.detach())
-            if is_narrow(stored[name]) and parameter not in optimizer.state:
+            if is_narrow(stored[name]):
                 self.masters[name] = replaced[id(parameter)] = nn.Parameter(part.float())
             elif self._takes_parts and is_distributed(parameter):
                 self._held[name] = replaced[id(parameter)] = nn.Parameter(part)
             else:
                 self._held[name] = parameter
         self._replace(replaced)
+        if known and not self.parameters:
+            raise ConfigError(
+                "the optimizer has no trained parameter of the model, so nothing would be trained",
+                field="optimizers",
+                fix="make the optimizer from the parameters of this model, and a new one for each Trainer",
+            )
 
     def _replace(self, replaced: Mapping[int, nn.Parameter]) -> None:
         """Give the optimizer other parameters, by the id of those that it has. Some make their state at once."""
@@ -81,13 +88,17 @@ class TorchUpdater(TrainedParameters):
                 if id(old) in replaced and old in self.optimizer.state:
                     new = replaced[id(old)]
                     self.optimizer.state[new] = {
-                        key: self._part(value) if isinstance(value, torch.Tensor) else value
+                        key: self._state_part(value) if isinstance(value, torch.Tensor) else value
                         for key, value in self.optimizer.state.pop(old).items()
                     }
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self._takes_parts else tensor
+
+    def _state_part(self, value: torch.Tensor) -> torch.Tensor:
+        part = self._part(value)
+        return part.float() if is_narrow(part.dtype) else part
 
     @property
     def learning_rate(self) -> float:
@@ -197,6 +208,22 @@ def schedule_state(scheduler: Any) -> dict[str, Any]:
         ConfigError: it holds something else.
     """
     return _json(dict(scheduler.state_dict()), f"the state of {type(scheduler).__name__}")
+
+
+def load_schedule(scheduler: Any, stored: Mapping[str, Any]) -> None:
+    """Take over what `schedule_state` gave."""
+    scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
+
+
+def _like(fresh: Any, stored: Any) -> Any:
+    """Stored JSON values with the keys and kinds that a fresh state has: JSON knows texts as keys, and lists."""
+    if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
+        keys = {str(key): key for key in fresh}
+        made = {keys.get(key, key): _like(fresh.get(keys.get(key, key)), value) for key, value in stored.items()}
+        return Counter(made) if isinstance(fresh, Counter) else made
+    if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
+        return [_like(*pair) for pair in zip(fresh, stored, strict=True)]
+    return tuple(stored) if isinstance(fresh, tuple) else stored
 
 
 def _json(values: dict[str, Any], what: str) -> dict[str, Any]:

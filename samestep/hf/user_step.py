@@ -25,7 +25,7 @@ class StepObjective:
     def __init__(self, trainer: Any, inner: Any):
         self._trainer, self._inner = trainer, inner
         self._term = next(iter(inner.weights))
-        self.weights: Mapping[str, float] = {self._term: inner.weights[self._term]}
+        self.weights: Mapping[str, float] = {self._term: 1.0}  # what it returns is weighed already
         self._total = torch.ones((), dtype=torch.float64)
 
     def counts(self, batch: ModelBatch) -> dict[str, int]:

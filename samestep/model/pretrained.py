@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def check_pretrained(name: str, spec: ModelSpec) -> None:
     """Raise what `read_pretrained` would, as far as can be known without reading a GGUF file, which takes long."""
     if not is_gguf(find(name, weights=True)):
         read_pretrained(name, spec)
+
+
+def fingerprint(name: str) -> str:
+    """A mark of pretrained weights, from a thousand numbers of each tensor; of a GGUF file, from all of it."""
+    place, digest = find(name, weights=True), hashlib.sha256()
+    if is_gguf(place):
+        with place.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    for key, tensor in sorted(folder_tensors(place).items()):
+        flat = tensor.flatten()
+        some = flat[:: max(1, flat.numel() // 1000)].contiguous()
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:

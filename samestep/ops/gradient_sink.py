@@ -36,11 +36,17 @@ class GradientSink:
         self._buffers: dict[str, torch.Tensor] = {}
         self._reached: set[str] = set()
         self._complete: set[str] = set()
+        self._hooks = []
         for name, parameter in self.parameters.items():
             if parameter.dtype != dtype:
-                parameter.register_post_accumulate_grad_hook(self._adder(name))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._adder(name)))
             elif can_resume:
-                parameter.register_post_accumulate_grad_hook(self._noter(name))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._noter(name)))
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _noter(self, name: str):
         def note(parameter: torch.Tensor) -> None:

@@ -210,16 +210,19 @@ def _together(mesh: Mesh, function: Callable[[], T]) -> list[T]:
     from torch.distributed.checkpoint import CheckpointException
 
     outcome: tuple[Any, str | None]
+    fault: Exception | None = None
     try:
         outcome = (function(), None)
     except (OSError, SafetensorError, CheckpointException) as error:
         outcome = (None, _reason(error))
+    except Exception as error:  # of code that is not ours; the other ranks must hear of it, too
+        outcome, fault = (None, f"{type(error).__name__}: {error}"), error
     outcomes: list[tuple[Any, str | None]] = [outcome] * mesh.world.size
     if mesh.storage_group is not None:
         dist.all_gather_object(outcomes, outcome, group=mesh.storage_group)
     reasons = {reason for _, reason in outcomes if reason is not None}
     if reasons:
-        raise CheckpointError("; ".join(sorted(reasons)))
+        raise CheckpointError("; ".join(sorted(reasons))) from fault
     return [value for value, _ in outcomes]
 
 

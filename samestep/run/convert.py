@@ -18,7 +18,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from samestep.config.load import load as load_config
-from samestep.config.pretrained import CONFIG_JSON, SETTINGS, find, gguf_config, is_gguf, read_config
+from samestep.config.pretrained import (
+    CONFIG_JSON,
+    SETTINGS,
+    check_gguf_packages,
+    find,
+    gguf_config,
+    is_gguf,
+    read_config,
+)
 from samestep.config.schema import TokenizerConfig
 from samestep.data.tokenize import Tokenizer
 from samestep.errors import CheckpointError, ConfigError
@@ -113,12 +121,14 @@ def open_source(source: Path) -> Source:
         ConfigError: it is none of those that `convert` takes.
         CheckpointError: a checkpoint that is damaged or not complete.
     """
-    if checkpoint.is_step_folder(source) or (source / checkpoint.MARKER).is_file() or holds_run(source):
+    # Checkpoints for transformers have the same marker, but are Hugging Face folders.
+    is_checkpoint = (source / checkpoint.MARKER).is_file() and (source / checkpoint.STATE_FILE).is_file()
+    if checkpoint.is_step_folder(source) or is_checkpoint or holds_run(source):
         return _of_run(source)
     if not source.exists():
         raise ConfigError(f"{source}: there is no such folder or file", field="RUN", fix="name the folder of a run")
     try:
-        place = find(str(source))
+        place = find(str(source.absolute()))
     except ConfigError as error:
         raise ConfigError(
             f"{source} is neither a run nor other weights: {error.reason}",
@@ -210,6 +220,10 @@ def _write_tokenizer(
         if (out / _GENERATION_CONFIG).is_file():
             own = _read_json(out / _GENERATION_CONFIG)
             generation |= {key: value for key, value in own.items() if value is not None}
+            ends = generation["eos_token_id"]
+            ends = ends if isinstance(ends, list) else [ends]
+            if tokenizer.end_id not in ends:
+                generation["eos_token_id"] = [tokenizer.end_id, *ends]
     # This class takes tokenizer.json as it is; those of a family would build parts of it anew.
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
     settings.setdefault("clean_up_tokenization_spaces", False)
@@ -248,9 +262,14 @@ def _of_gguf(file: Path) -> Source:
 
 
 def _write_gguf_tokenizer(file: Path, out: Path) -> None:
+    check_gguf_packages(file)
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(str(out))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:  # many kinds, of several libraries
+        raise CheckpointError(f"{file}: transformers cannot read its tokenizer: {error}") from error
+    tokenizer.save_pretrained(str(out))
 
 
 def _stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, checkpoint.Stored]:

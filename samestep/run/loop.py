@@ -144,6 +144,7 @@ class Loop:
         self._signalled_at = 0.0
         self._stop_agreed = False
         self._is_listened_to = False
+        self._is_saved_at_end = False
 
     def run(self) -> None:
         """Run to the last step, or to the end of the step in which SIGINT or SIGTERM arrives."""
@@ -170,8 +171,10 @@ class Loop:
             found_best = self._work.evaluate()
         wanted = self._wanted("should_save")
         due = self._due(self._pace.save_every)
-        if wanted or due or found_best or self._ends_with_save():
+        ends = self._ends_with_save()
+        if wanted or due or found_best or (ends and not self._is_saved_at_end):
             self._work.save()
+            self._is_saved_at_end = ends
 
     def count(self, report: StepReport, updates: int) -> None:
         """Count a step that was taken.

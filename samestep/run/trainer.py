@@ -23,7 +23,7 @@ from samestep.data.dataset import data_facts, load_data, make_order
 from samestep.errors import CheckpointError, ConfigError, DataError, TrainingError
 from samestep.families import resolve_model
 from samestep.length import Progress, in_steps, usable_samples
-from samestep.model.pretrained import check_pretrained
+from samestep.model.pretrained import check_pretrained, fingerprint
 from samestep.ops.float8 import check_float8
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import evaluation_rows, make_plan, resolve_layout
@@ -114,7 +114,9 @@ class Trainer:
         if config.training.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports the compiler
             torch.use_deterministic_algorithms(config.training.deterministic)
         if config.model.pretrained and not loaded:
-            check_pretrained(config.model.pretrained, resolve_model(config.model))
+            name = config.model.pretrained
+            check_pretrained(name, resolve_model(config.model))
+            self._check_agreement("pretrained model", lambda: fingerprint(name))
         self.data = load_data(config, kept_tokenizer(loaded) if loaded else None)
         self._check_best()
         self._check_data(loaded)
