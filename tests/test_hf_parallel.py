@@ -46,10 +46,15 @@ def work(folder):
         "one sample": run(folder / "one", data[:1], num_train_epochs=2),
         "stream": run(folder / "stream", Stream(data), gradient_accumulation_steps=2, max_steps=4),
     }
-    try:
-        run(folder / "adafactor", data, max_steps=1, fsdp=True, optim="adafactor")
-    except ConfigError as error:
-        found["adafactor"] = str(error)
+    refused = {
+        "adafactor": {"optim": "adafactor"},
+        "no such layer": {"fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecodeLayer"]}},
+    }
+    for kind, settings in refused.items():
+        try:
+            run(folder / kind, data, max_steps=1, fsdp=True, **settings)
+        except ConfigError as error:
+            found[kind] = str(error)
     for kind in ("replicated", "sharded"):
         args = arguments(folder / kind, **WINDOWS, **HALF, fsdp=kind == "sharded")
         trainer = Trainer(model=tiny_llama(seed=7), args=args, train_dataset=data, eval_dataset=rows(5))
@@ -110,6 +115,11 @@ def test_a_stream_is_dealt_out_as_well(found):
 
 def test_an_optimizer_that_needs_whole_weights_is_refused(found):
     assert "Adafactor cannot work on the parts of a weight" in found[0]["adafactor"]
+
+
+def test_a_misspelt_layer_is_refused(found):
+    assert "LlamaForCausalLM has no layer of class LlamaDecodeLayer" in found[0]["no such layer"]
+    assert "such as LlamaDecoderLayer" in found[0]["no such layer"]
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])

@@ -39,7 +39,7 @@ SUPPORTED = frozenset(
     optim_target_modules gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
     fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
     gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_cache neftune_noise_alpha
-    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
     trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
     prediction_loss_only eval_on_start eval_do_concat_batches eval_accumulation_steps include_for_metrics
@@ -61,6 +61,7 @@ HARMLESS = {
     "ddp_broadcast_buffers": "there is no DDP",
     "ddp_static_graph": "there is no DDP",
     "save_on_each_node": "all ranks write to one file system",
+    "logging_nan_inf_filter": "a step that is not finite is skipped, and its loss is in no mean",
     "do_train": "for scripts",
     "do_eval": "for scripts",
     "do_predict": "for scripts",

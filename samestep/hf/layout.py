@@ -51,7 +51,18 @@ class Weights:
 
     def _shard(self, config: dict[str, Any]) -> None:
         model = self.model
-        names = config.get("transformer_layer_cls_to_wrap") or getattr(model, "_no_split_modules", None) or ()
+        wanted = config.get("transformer_layer_cls_to_wrap") or ()
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        kinds = {type(module).__name__ for module in model.modules()}
+        unknown = [name for name in names if name not in kinds]
+        if unknown:
+            raise ConfigError(
+                f"{type(model).__name__} has no layer of class {unknown[0]}",
+                field="fsdp_config.transformer_layer_cls_to_wrap",
+                fix="leave it out, or write a class of its layers, such as "
+                + ", ".join(sorted(getattr(model, "_no_split_modules", None) or kinds)[:3]),
+            )
+        names = names or list(getattr(model, "_no_split_modules", None) or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         for unit in [*layers, model]:
             dtype = self._dtype(unit)
