@@ -1,13 +1,12 @@
 """The examples of the Trainer: each differs from the plain one by its import, and runs."""
 
-import math
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 FOLDER = Path(__file__).parent.parent / "examples" / "hf"
 NAMES = ["fine_tune", "classify", "own_loss"]
@@ -24,6 +23,7 @@ def model(tmp_path_factory) -> Path:
     config = LlamaConfig(
         vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
+    set_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -48,7 +48,8 @@ def test_a_causal_model_trains_as_with_transformers(model, tmp_path, monkeypatch
         for name in ("fine_tune", "fine_tune_transformers")
     )
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
-    assert ours[1]["eval_loss"] < math.log(500)  # of a model that knows nothing
+    # transformers takes the mean of batches of unequal numbers of targets.
+    assert ours[1]["eval_loss"] == pytest.approx(theirs[1]["eval_loss"], rel=0.01)
     assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
     assert (tmp_path / "fine_tune" / "model.safetensors").is_file()
 
