@@ -12,7 +12,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from pathlib import Path
+
+from trainers import PLAYS, base, llama, merged
 
 from samestep.config.load import from_dict
 from samestep.data.dataset import load_data, make_order
@@ -22,26 +23,7 @@ from samestep.run.allocator import keep_freed_memory
 from samestep.run.setup import build_model, build_step, micro_batches
 
 ROWS = 16
-SETTINGS = {
-    "tokenizer": {"type": "bpe", "vocab_size": 4096},
-    "training": {"steps": 1000, "global_batch_size": ROWS, "max_norm": 1.0},
-    "lr_scheduler": {"type": "constant", "learning_rate": 1e-4},
-    "train_dataset": {
-        "path": str(Path(__file__).parent.parent / "examples" / "data" / "shakespeare_quickstart.txt"),
-        "rows": "cut",
-    },
-    "model": {
-        "model_type": "llama",
-        "seq_length": 512,
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "vocab_size": 32_000,
-        "tie_word_embeddings": True,
-        "compute_dtype": "float32",
-    },
-}
+SETTINGS = base(llama(512, 6, 8, 1376, 32_000, 512), ROWS, ROWS, PLAYS, 4096)
 
 
 def main() -> None:
@@ -51,11 +33,7 @@ def main() -> None:
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         configs = [
-            from_dict(
-                SETTINGS
-                | {"training": SETTINGS["training"] | {"local_batch_size": size}}
-                | {"output_dir": f"{folder}/run"}
-            ).config
+            from_dict(merged(SETTINGS, {"training": {"local_batch_size": size}, "output_dir": f"{folder}/run"})).config
             for size in (ROWS, 1)
         ]
         data, mesh = load_data(configs[0]), Mesh.alone()

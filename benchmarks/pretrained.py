@@ -187,27 +187,15 @@ class Side:
         self._process.wait()
 
 
-def rows_of(config: dict[str, Any], steps: int) -> list[dict[str, list[int]]]:
-    """The rows of all steps in samestep's order. `transformers` shifts by itself, so they have one token more."""
-    from samestep.config.load import from_dict
-    from samestep.data.dataset import load_data, make_order
-
-    settings = from_dict(config).config
-    data = load_data(settings)
-    order, consumed, rows = make_order(settings, data), 0, []
-    for _ in range(steps):
-        samples = order.next(consumed)
-        consumed = samples.consumed
-        for row in samples.rows:
-            sample = data.train[int(row)]
-            tokens = [*sample.input_ids.tolist(), int(sample.labels[-1])]
-            rows.append({"input_ids": tokens, "labels": tokens})
-    return rows
-
-
 def fine_tune(folder: Path, output: Path, steps: int) -> None:
+    from trainers import rows_in_order
+
+    from samestep.config.load import from_dict
+    from samestep.data.dataset import load_data
+
     config = config_of(folder, output, steps, LENGTH)
-    rows = json.dumps(rows_of(config, steps))
+    parsed = from_dict(config).config
+    rows = json.dumps(rows_in_order(parsed, load_data(parsed), steps))
     settings = {"config": config, "folder": str(folder), "rows": rows, "output": str(output) + "-transformers"}
     sides = {name: Side(name, settings) for name in SIDES}
     losses: dict[str, list[float]] = {name: [] for name in sides}

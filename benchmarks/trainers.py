@@ -254,30 +254,36 @@ def run_transformers(config: dict[str, Any], gate: Gate, gradients_to: Path | No
     transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate, callbacks=[Turns()]).train()
 
 
-def prepare(config: dict[str, Any], folder: Path, steps: int) -> None:
-    """Write what `transformers` needs: the first weights in its format, and the rows in the order of the steps."""
-    import torch
-    import transformers
+def rows_in_order(settings: Any, data: Any, steps: int) -> list[dict[str, list[int]]]:
+    """The rows of all steps in samestep's order, as `transformers` takes them: it shifts by itself, so they have one
+    token more than samestep's."""
+    from samestep.data.dataset import make_order
 
-    from samestep.config.load import from_dict
-    from samestep.data.dataset import load_data, make_order
-    from samestep.model.weights import to_hf
-    from samestep.parallel.mesh import Mesh
-    from samestep.run.setup import build_model
-
-    settings = from_dict(config).config
-    data = load_data(settings)
     order, consumed, rows = make_order(settings, data), 0, []
     for _ in range(steps):
         samples = order.next(consumed)
         consumed = samples.consumed
         for row in samples.rows:
             sample = data.train[int(row)]
-            # `transformers` shifts by itself, so its rows have one token more than samestep's.
-            last = int(sample.labels[-1])
-            tokens = [*sample.input_ids.tolist(), max(last, 0)]
+            tokens = [*sample.input_ids.tolist(), max(int(sample.labels[-1]), 0)]
             rows.append({"input_ids": tokens, "labels": [-100, *sample.labels.tolist()]})
-    torch.save(rows, folder / "rows.pt")
+    return rows
+
+
+def prepare(config: dict[str, Any], folder: Path, steps: int) -> None:
+    """Write what `transformers` needs: the first weights in its format, and the rows in the order of the steps."""
+    import torch
+    import transformers
+
+    from samestep.config.load import from_dict
+    from samestep.data.dataset import load_data
+    from samestep.model.weights import to_hf
+    from samestep.parallel.mesh import Mesh
+    from samestep.run.setup import build_model
+
+    settings = from_dict(config).config
+    data = load_data(settings)
+    torch.save(rows_in_order(settings, data, steps), folder / "rows.pt")
     model, fields = build_model(settings, data.tokenizer.vocab_size, Mesh.alone()), settings.model
     config_hf = transformers.LlamaConfig(
         vocab_size=model.spec.vocab_size,

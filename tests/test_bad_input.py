@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from samestep.run import checkpoint
+from samestep.run import storage
 
 YAML = """\
 output_dir: {folder}/run
@@ -223,7 +223,7 @@ def test_half_written_and_corrupted_checkpoints_are_passed_over(file, tmp_path, 
     assert "passed over" in out
     assert f"model/{shard} has 10 bytes" in out.replace("\n", "")
     assert "step-00000001 at step 1" in out
-    assert checkpoint.defect(newest) is None
+    assert storage.defect(newest) is None
 
 
 def test_all_checkpoints_damaged(file, tmp_path, cli):

@@ -14,7 +14,7 @@ from samestep.errors import CheckpointError
 from samestep.launch import run_ranks
 from samestep.parallel.mesh import Mesh, join
 from samestep.plan import Layout, resolve_layout
-from samestep.run import checkpoint
+from samestep.run import checkpoint, storage
 from samestep.run.setup import build_model, load_updater, load_weights, stored_weights
 from samestep.run.trainer import Events, Trainer
 from samestep.step.schedule import make_schedule
@@ -130,7 +130,7 @@ def test_every_rank_writes_about_its_share_of_the_weights(saved):
 
 def test_names_and_shapes_are_known_without_reading(saved):
     loaded = checkpoint.open_checkpoint(saved / "fsdp" / "step-00000001")
-    wanted = {name: checkpoint.Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in wholes().items()}
+    wanted = {name: storage.Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in wholes().items()}
     assert loaded.model == loaded.optimizer == wanted
     assert loaded.state == {"format": checkpoint.FORMAT, "run": 1}
 
@@ -148,7 +148,7 @@ def test_any_flipped_bit_is_found(saved, tmp_path):
     folder = tmp_path / "step-00000001"
     shutil.copytree(saved / "hsdp" / "step-00000001", folder)
     checkpoint.verify(folder)
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != checkpoint.MARKER]
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != storage.MARKER]
     assert len(files) == 4 + 4 + 2
     for file in files:
         content = file.read_bytes()
@@ -339,7 +339,7 @@ def test_a_run_that_saves_in_the_background_saves_the_same(tiny, tmp_path):
 
 
 def test_a_failure_in_the_background_ends_the_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_inventory", no_space)
+    monkeypatch.setattr(storage, "_inventory", no_space)
     config = tiny("checkpoint.async_save=true", "training.steps=2")
     with pytest.raises(CheckpointError, match="No space left on device"):
         Trainer(config, listeners=[]).train()

@@ -18,7 +18,7 @@ from hf_cases import arguments, difference, logged, rows, tiny_llama, weights
 from samestep.errors import CheckpointError, ConfigError
 from samestep.hf import Trainer
 from samestep.hf.checkpoint import find, folders
-from samestep.run.checkpoint import defect
+from samestep.run.storage import defect
 
 SETTINGS = {
     "num_train_epochs": 2,

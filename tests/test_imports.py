@@ -62,6 +62,7 @@ ORDER_INSIDE = {
     ),
     "run": (
         "allocator",
+        "storage",
         "checkpoint",
         "record",
         "loggers",

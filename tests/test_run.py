@@ -15,7 +15,7 @@ from torch import nn
 
 from samestep.errors import CheckpointError, ConfigError, TrainingError
 from samestep.parallel.mesh import Mesh, World
-from samestep.run import checkpoint
+from samestep.run import checkpoint, storage
 from samestep.run.evaluate import evaluate
 from samestep.run.setup import open_run
 from samestep.run.trainer import Events, Trainer
@@ -169,10 +169,10 @@ def test_listeners_see_events_and_their_flags_work(tiny, tmp_path):
 KILL_POINTS = {
     "in_a_forward": ("samestep.model.feed_forward", "FeedForward.forward", 55),
     "after_a_step_is_written": ("samestep.run.metrics", "Metrics.step", 5),
-    "while_the_optimizer_file_is_written": ("samestep.run.checkpoint", "_save_tensors", 4),
-    "before_the_marker": ("samestep.run.checkpoint", "_inventory", 2),
-    "before_the_rename": ("samestep.run.checkpoint", "_sync_folder", 8),
-    "after_the_rename": ("samestep.run.checkpoint", "_sync_folder", 9),
+    "while_the_optimizer_file_is_written": ("samestep.run.storage", "_save_tensors", 4),
+    "before_the_marker": ("samestep.run.storage", "_inventory", 2),
+    "before_the_rename": ("samestep.run.storage", "sync_folder", 8),
+    "after_the_rename": ("samestep.run.storage", "sync_folder", 9),
     "before_the_configuration": ("samestep.run.trainer", "write_record", 1),
     "before_any_checkpoint": ("samestep.run.metrics", "Metrics.step", 1),
 }
@@ -342,7 +342,7 @@ def test_a_full_disk_leaves_older_checkpoints(tiny, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_text", full)
+    monkeypatch.setattr(storage, "_write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoint.save(
             root, 9, model={"a": torch.zeros(1)}, optimizer=None, state={}, texts={}, keep=1, mesh=Mesh.alone()

@@ -113,7 +113,7 @@ def _qwen_window(config: Mapping[str, Any], layers: int) -> int | None:
     return config.get("sliding_window", 4096) if "sliding_attention" in kinds else None
 
 
-_ROPE_KEYS = {
+ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -127,13 +127,13 @@ def _rope_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[s
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise _hf_error("rope_type", f"{kind!r} is not available", "use one of: " + ", ".join(_ROPE_KEYS))
+    if kind not in ROPE_KEYS:
+        raise _hf_error("rope_type", f"{kind!r} is not available", "use one of: " + ", ".join(ROPE_KEYS))
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise _hf_error("partial_rotary_factor", "is not available", "use a checkpoint without it")
     if kind == "yarn" and not rope.get("truncate", True):
         raise _hf_error("truncate", "false is not available for yarn", "use a checkpoint without it")
-    scaling = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
+    scaling = {key: rope[key] for key in ROPE_KEYS[kind] if rope.get(key) is not None}
     # transformers lets both act only together, and only where nothing else decides.
     if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in scaling:
         scaling |= {"mscale": rope["mscale"], "mscale_all_dim": rope["mscale_all_dim"]}

@@ -23,8 +23,8 @@ from torch import nn
 
 from samestep.errors import CheckpointError
 from samestep.hf.update import TorchUpdater
-from samestep.parallel.data import like, local, place
-from samestep.run.checkpoint import Checkpoint, Stored, defect, stored_tensors
+from samestep.parallel.data import place
+from samestep.run.storage import defect, read_state, stored_tensors
 
 STATE_FILE = "samestep.json"
 OPTIMIZER = "optimizer"
@@ -157,22 +157,10 @@ def load_updater(updater: TorchUpdater, resumed: Resumed) -> None:
         )
     tensors: dict[str, torch.Tensor] = {}
     if state["has_tensors"]:
-        stored = stored_tensors(resumed.path / OPTIMIZER)
-        tensors = {full: _room(fact, updater.parameters.get(_parameter_of(full))) for full, fact in stored.items()}
-        Checkpoint(resumed.path, {}, stored, resumed.state).read("optimizer", tensors)
+        folder = resumed.path / OPTIMIZER
+        tensors = read_state(folder, stored_tensors(folder), updater.parameters)
     updater.load_state(tensors, state["updates"])
     updater.load_groups(state["groups"])
-
-
-def _parameter_of(name: str) -> str:
-    return name.partition(".")[2]
-
-
-def _room(stored: Stored, parameter: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a tensor, split as the parameter it belongs to; what has another shape is whole on every rank."""
-    if parameter is None or stored.shape != parameter.shape:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    return like(torch.empty_like(local(parameter), dtype=stored.dtype), parameter)
 
 
 @torch.no_grad()

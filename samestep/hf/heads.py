@@ -9,6 +9,7 @@ Shape letters: B rows, S positions, V vocabulary or classes, L labels of a row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -103,29 +104,28 @@ def _logits(outputs: Any) -> Tensor:
     return outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
 
 
-class _OneTerm:
-    """What heads with a single term have in common."""
+class _Base:
+    """What most heads have in common."""
 
-    weights: Mapping[str, float] = {"loss": 1.0}
     names: tuple[str, ...] = ("labels",)
-
-    def counts(self, inputs: Inputs) -> dict[str, int]:
-        return {"loss": self.items(inputs)}
-
-    def items(self, inputs: Inputs) -> int:
-        raise NotImplementedError
-
-    def sums(self, outputs: Any, inputs: Inputs) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def own_loss(self, outputs: Any, inputs: Inputs) -> Tensor:
-        return self.sums(outputs, inputs)["loss"] / self.items(inputs)
 
     def own_inputs(self, inputs: Inputs) -> Inputs:
         return inputs
 
     def model_inputs(self, model: Any, inputs: Inputs) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if name not in self.names}
+
+
+class _OneTerm(_Base, ABC):
+    """What heads with a single term have in common."""
+
+    weights: Mapping[str, float] = {"loss": 1.0}
+
+    def counts(self, inputs: Inputs) -> dict[str, int]:
+        return {"loss": self.items(inputs)}
+
+    @abstractmethod
+    def items(self, inputs: Inputs) -> int: ...
 
 
 class TokenHead(_OneTerm):
@@ -245,7 +245,7 @@ class ClassHead(_OneTerm):
         return F.binary_cross_entropy_with_logits(scores, wanted, reduction="sum")
 
 
-class AnswerHead:
+class AnswerHead(_Base):
     """Start and end of the answer to a question, each a position of the row; padding is no candidate.
 
     A position beyond the row is left out, as in the library's heads. There, rows end where the longest row of the batch
@@ -277,14 +277,8 @@ class AnswerHead:
             parts.append(cross_entropy_sum(logits, targets) / (targets != IGNORE).sum())
         return (parts[0] + parts[1]) / 2
 
-    def own_inputs(self, inputs: Inputs) -> Inputs:
-        return inputs
-
     def used(self, inputs: Inputs) -> Tensor:
         return torch.ones(self.items(inputs), dtype=torch.bool)
-
-    def model_inputs(self, model: Any, inputs: Inputs) -> dict[str, Any]:
-        return {name: value for name, value in inputs.items() if name not in self.names}
 
     def _places(self, inputs: Inputs) -> dict[str, Tensor]:
         """Term -> positions int64 [B], as the library's heads read them."""

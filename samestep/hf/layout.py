@@ -14,7 +14,7 @@ from samestep.errors import ConfigError
 from samestep.hf.arguments import fsdp_settings, setting
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
-from samestep.parallel.data import GradientReduction, add_up, whole
+from samestep.parallel.data import GradientReduction, add_up, is_distributed, whole
 from samestep.parallel.mesh import Mesh, World, choose_device, join
 from samestep.plan import Layout
 
@@ -65,7 +65,10 @@ class Weights:
         names = names or list(getattr(model, "_no_split_modules", None) or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         for unit in [*layers, model]:
-            dtype = self._dtype(unit)
+            dtype = _common_dtype(unit)
+            for parameter in unit.parameters():
+                if is_narrow(parameter.dtype):
+                    parameter.data = parameter.data.float()
             fully_shard(
                 unit,
                 mesh=self._mesh.weights,
@@ -80,21 +83,6 @@ class Weights:
         if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")
 
-    def _dtype(self, unit: nn.Module) -> torch.dtype:
-        """Of the weights of a unit, which become float32 if they are narrower."""
-        dtypes = {p.dtype for p in unit.parameters() if p.is_floating_point() and not hasattr(p, "device_mesh")}
-        if len(dtypes) > 1:
-            raise ConfigError(
-                f"{type(unit).__name__} has weights of several dtypes ({', '.join(sorted(map(str, dtypes)))}), which "
-                "FSDP cannot gather at once",
-                field="fsdp",
-                fix="load the model in one dtype, such as float32, and write bf16=True",
-            )
-        for parameter in unit.parameters():
-            if is_narrow(parameter.dtype):
-                parameter.data = parameter.data.float()
-        return dtypes.pop() if dtypes else torch.float32
-
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """All weights of a sharded model, on the CPU of the first rank (elsewhere an empty dict). A collective. None
         where the model holds all weights itself."""
@@ -106,6 +94,19 @@ class Weights:
             if self._mesh.is_first:
                 found[name] = value.to("cpu", self.stored.get(name, value.dtype))
         return found
+
+
+def _common_dtype(unit: nn.Module) -> torch.dtype:
+    """Of the weights of a unit that are not sharded yet."""
+    dtypes = {p.dtype for p in unit.parameters() if p.is_floating_point() and not is_distributed(p)}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"{type(unit).__name__} has weights of several dtypes ({', '.join(sorted(map(str, dtypes)))}), which "
+            "FSDP cannot gather at once",
+            field="fsdp",
+            fix="load the model in one dtype, such as float32, and write bf16=True",
+        )
+    return dtypes.pop() if dtypes else torch.float32
 
 
 @torch.no_grad()

@@ -33,8 +33,9 @@ from samestep.hf.layout import Reduction, Weights
 from samestep.hf.objectives import dropout_seed
 from samestep.hf.update import TorchUpdater, load_schedule, schedule_state
 from samestep.ops.gradient_sink import GradientSink
-from samestep.run.checkpoint import random_states, set_random_states, write_folder
+from samestep.run.checkpoint import random_states, set_random_states
 from samestep.run.loop import Loop, Pace, RunState, Work
+from samestep.run.storage import write_folder
 from samestep.step.scaler import LossScaler
 from samestep.step.step import OVERFLOW, StepReport, TrainStep
 

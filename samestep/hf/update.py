@@ -44,6 +44,9 @@ class TorchUpdater(TrainedParameters):
         stored: name -> dtype that a weight is stored in; a parameter that is wider, as shards are, is its own master.
     """
 
+    _dtype_fix = "load the model in the dtype that the run began with"
+    _optimizer_fix = "resume with the optimizer that the run began with"
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
@@ -171,21 +174,6 @@ class TorchUpdater(TrainedParameters):
                     old.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(old, tuple) else value
-
-    def _check_state(
-        self, states: Mapping[str, Mapping[str, Any]], masters: Mapping[str, torch.Tensor], updates: int
-    ) -> None:
-        if masters.keys() != self.masters.keys():
-            odd = min(masters.keys() ^ self.masters.keys())
-            raise CheckpointError(
-                f"the checkpoint {'has a' if odd in masters else 'lacks the'} float32 master copy of {odd!r}\n"
-                "  fix: load the model in the dtype that the run began with"
-            )
-        if updates and not any(states.values()) and self._keeps_state():
-            raise CheckpointError(
-                f"the checkpoint holds no optimizer state, but {updates} updates were made\n"
-                "  fix: resume with the optimizer that the run began with"
-            )
 
     def _keeps_state(self) -> bool:
         if isinstance(self.optimizer, torch.optim.SGD):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.config.huggingface import spec_from_hf
+from samestep.config.huggingface import ROPE_KEYS, spec_from_hf
 from samestep.config.schema import ModelConfig
 from samestep.errors import CheckpointError, ConfigError
 from samestep.families import FAMILIES, ModelSpec, RopeScaling, parameter_shapes, resolve_model
@@ -201,13 +201,6 @@ _FAMILY_KEYS = {
 _FIELD_NAMES = {"gated": "hidden_act", "output_bias": "attention_bias", "learned_positions": "position_embedding_type"}
 """Attribute of a spec -> field of the `model` section that decides it, where no key of a `config.json` does."""
 
-_SCALING_KEYS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
-}
-
 
 def hf_config(spec: ModelSpec) -> dict[str, Any]:
     """The `config.json` of a model: its architecture, without token ids and dtype.
@@ -242,7 +235,7 @@ def _hf_activation(spec: ModelSpec) -> str:
 
 def _hf_scaling(scaling: RopeScaling) -> dict[str, Any]:
     """Keys of a `config.json`; `dynamic` counts positions as before the scaling."""
-    values = {key: getattr(scaling, key) for key in _SCALING_KEYS[scaling.type]}
+    values = {key: getattr(scaling, key) for key in ROPE_KEYS[scaling.type]}
     if scaling.type == "dynamic":
         return {
             "max_position_embeddings": scaling.original_positions,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from samestep.model.weights import check_tensors, hf_config, hf_place, hf_shapes
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE, holds_run
 from samestep.run.setup import TOKENIZER_FILE, find_checkpoint_of, kept_tokenizer
+from samestep.run.storage import MARKER, Stored, sync_folder, sync_tree
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5 * 10**9
@@ -60,7 +60,7 @@ class Source:
     """
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, checkpoint.Stored]
+    tensors: Mapping[str, Stored]
     read: Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
     write_rest: Callable[[Path], None]
     notes: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ def convert(source: Path, out: Path, dtype: str | None = None, *, shard_bytes: i
         temporary.mkdir(parents=True)
         written = _write(temporary, model, chosen, shard_bytes)
         temporary.rename(out)  # also onto an empty folder
-        _sync(out.absolute().parent)
+        sync_folder(out.absolute().parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -122,7 +122,7 @@ def open_source(source: Path) -> Source:
         CheckpointError: a checkpoint that is damaged or not complete.
     """
     # Checkpoints for transformers have the same marker, but are Hugging Face folders.
-    is_checkpoint = (source / checkpoint.MARKER).is_file() and (source / checkpoint.STATE_FILE).is_file()
+    is_checkpoint = (source / MARKER).is_file() and (source / checkpoint.STATE_FILE).is_file()
     if checkpoint.is_step_folder(source) or is_checkpoint or holds_run(source):
         return _of_run(source)
     if not source.exists():
@@ -163,9 +163,7 @@ def _of_run(folder: Path) -> Source:
         loaded.read("model", targets)
         return to_hf(targets, spec)
 
-    stored = {
-        name: checkpoint.Stored(shape, loaded.model[parts[name][0]].dtype) for name, shape in hf_shapes(spec).items()
-    }
+    stored = {name: Stored(shape, loaded.model[parts[name][0]].dtype) for name, shape in hf_shapes(spec).items()}
     return Source(
         written,
         stored,
@@ -272,8 +270,8 @@ def _write_gguf_tokenizer(file: Path, out: Path) -> None:
     tokenizer.save_pretrained(str(out))
 
 
-def _stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, checkpoint.Stored]:
-    return {name: checkpoint.Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+def _stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _reader(tensors: Mapping[str, torch.Tensor]) -> Callable[[Sequence[str]], Mapping[str, torch.Tensor]]:
@@ -308,8 +306,8 @@ def _write(folder: Path, model: Source, dtype: torch.dtype | None, shard_bytes: 
     mode = (folder / CONFIG_JSON).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors are written for the owner alone
-        _sync(path)
-    _sync(folder)
+    sync_tree(folder)
+    sync_folder(folder)
     return len(shards), sum(math.prod(stored.shape) for stored in model.tensors.values()), widest, total
 
 
@@ -349,12 +347,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from samestep.errors import CheckpointError, ConfigError
 from samestep.run import checkpoint
+from samestep.run.storage import replace_file
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -79,7 +80,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `run.json`, at once or not at all."""
-    checkpoint.replace_file(folder / RUN_FILE, json.dumps(asdict(record), indent=1))
+    replace_file(folder / RUN_FILE, json.dumps(asdict(record), indent=1))
 
 
 def refuse_checkpoints(root: Path, field: str) -> None:

@@ -31,13 +31,14 @@ from samestep.model.weights import check_tensors
 from samestep.ops import Precision, random_key
 from samestep.ops.float8 import lack_of_float8
 from samestep.ops.gradient_sink import ExactSink, GradientSink
-from samestep.parallel.data import GradientReduction, like, local, place, shard
+from samestep.parallel.data import GradientReduction, place, shard
 from samestep.parallel.exact import ExactReduction
 from samestep.parallel.mesh import Mesh, choose_device
 from samestep.plan import split_samples
 from samestep.recompute import recomputed_modules
 from samestep.run import checkpoint
 from samestep.run.record import CONFIG_FILE
+from samestep.run.storage import MARKER, read_state
 from samestep.step.objective import DecoderObjective
 from samestep.step.scaler import LossScaler
 from samestep.step.schedule import make_schedule
@@ -223,7 +224,7 @@ def find_checkpoint_of(folder: Path) -> Path:
     Raises:
         CheckpointError: no complete checkpoint.
     """
-    if checkpoint.is_step_folder(folder) or (folder / checkpoint.MARKER).is_file():
+    if checkpoint.is_step_folder(folder) or (folder / MARKER).is_file():
         checkpoint.verify(folder)
         return folder
     return newest_checkpoint(folder)[0]
@@ -268,16 +269,5 @@ def load_updater(updater: Updater, loaded: checkpoint.Checkpoint) -> None:
     Raises:
         CheckpointError: the state is of other parameters or of another optimizer.
     """
-    tensors = {
-        name: _room(stored, updater.parameters.get(name.partition(".")[2])) for name, stored in loaded.optimizer.items()
-    }
-    loaded.read("optimizer", tensors)
-    updater.load_state(tensors, loaded.state["run"]["updates"])
-
-
-def _room(stored: checkpoint.Stored, parameter: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a tensor of a parameter's optimizer state, split as the parameter is; what has another shape than it,
-    such as a number, is whole on every rank."""
-    if parameter is None or stored.shape != parameter.shape:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    return like(torch.empty_like(local(parameter), dtype=stored.dtype), parameter)
+    state = read_state(loaded.path / checkpoint.OPTIMIZER, loaded.optimizer, updater.parameters)
+    updater.load_state(state, loaded.state["run"]["updates"])

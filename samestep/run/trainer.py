@@ -60,6 +60,7 @@ from samestep.run.setup import (
     micro_batches,
     stored_weights,
 )
+from samestep.run.storage import MARKER
 from samestep.run.watch import Watch
 from samestep.step.optimizers import check_package
 from samestep.step.step import OVERFLOW, StepReport
@@ -212,7 +213,7 @@ class Trainer:
         best = loaded.state["best"] if self.config.checkpoint.keep_best else None
         if best is None:
             return None
-        marker = self.checkpoints / checkpoint.folder_name(best["step"]) / checkpoint.MARKER
+        marker = self.checkpoints / checkpoint.folder_name(best["step"]) / MARKER
         return checkpoint.Best(**best) if self.mesh.from_first(marker.is_file) else None
 
     def _check_data(self, loaded: checkpoint.Checkpoint | None) -> None:

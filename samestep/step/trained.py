@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from samestep.torch_private import scale_
 _MASTER, _NUMBER = "master", "number"
 
 
-class TrainedParameters:
-    """Base of updaters: a torch optimizer over named parameters, to which the clip coefficient and the skip are given.
+class TrainedParameters(ABC):
+    """Base of updaters: an optimizer over named parameters, to which the clip coefficient and the skip are given.
 
     Args:
         parameters: (name, parameter) pairs; frozen ones are passed over.
@@ -33,6 +34,10 @@ class TrainedParameters:
     """Name -> what is updated of a parameter without master: itself, or the part that this rank holds."""
     _reads_first: bool
     """Whether the decision to skip must be read from the device before the optimizer may be called."""
+    _dtype_fix: str
+    """What a user may do who resumes in another dtype."""
+    _optimizer_fix: str
+    """What a user may do who resumes with another optimizer."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]):
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
@@ -43,15 +48,29 @@ class TrainedParameters:
         """What the optimizer updates for a parameter: its master where it has one, of the part that this rank holds."""
         return self.masters[name] if name in self.masters else self._held[name]
 
+    @abstractmethod
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the optimizer sees of a tensor that is laid out as a parameter."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _keeps_state(self) -> bool:
+        """Whether the optimizer has state of every parameter once it has updated it."""
 
     def _check_state(
         self, states: Mapping[str, Mapping[str, Any]], masters: Mapping[str, torch.Tensor], updates: int
     ) -> None:
         """Raise CheckpointError unless a state is what this optimizer has after so many updates."""
-        raise NotImplementedError
+        if masters.keys() != self.masters.keys():
+            odd = min(masters.keys() ^ self.masters.keys())
+            raise CheckpointError(
+                f"the checkpoint {'has a' if odd in masters else 'lacks the'} float32 master copy of {odd!r}\n"
+                f"  fix: {self._dtype_fix}"
+            )
+        if updates and not any(states.values()) and self._keeps_state():
+            raise CheckpointError(
+                f"the checkpoint holds no optimizer state, but {updates} updates were made\n"
+                f"  fix: {self._optimizer_fix}"
+            )
 
     def _decide(
         self, device: torch.device, coefficient: torch.Tensor, skip: torch.Tensor

@@ -123,6 +123,9 @@ class Updater(TrainedParameters):
         seed: keys the stochastic rounding, with the number of the update and the name.
     """
 
+    _dtype_fix = "restore model.params_dtype to what the run began with"
+    _optimizer_fix = "restore the optimizer settings that the run began with"
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
@@ -251,24 +254,17 @@ class Updater(TrainedParameters):
     def _check_state(
         self, states: Mapping[str, Mapping[str, Any]], masters: Mapping[str, torch.Tensor], updates: int
     ) -> None:
-        if masters.keys() != self.masters.keys():
-            odd = min(masters.keys() ^ self.masters.keys())
-            raise CheckpointError(
-                f"the checkpoint {'has a' if odd in masters else 'lacks the'} float32 master copy of {odd!r}\n"
-                "  fix: restore model.params_dtype to what the run began with"
-            )
-        if updates and all(self._state_keys(name) for name in states) and not any(states.values()):
-            raise CheckpointError(
-                f"the checkpoint holds no optimizer state, but {updates} updates were made\n"
-                "  fix: restore the optimizer settings that the run began with"
-            )
+        super()._check_state(states, masters, updates)
         for name, state in states.items():
             if (state or not self._reads_first) and state.keys() != self._state_keys(name):
                 raise CheckpointError(
                     f"the optimizer state of {name!r} is {', '.join(sorted(state))}, but {self.config.type} keeps "
                     f"{', '.join(sorted(self._state_keys(name))) or 'nothing'} for it\n"
-                    "  fix: restore the optimizer settings that the run began with"
+                    f"  fix: {self._optimizer_fix}"
                 )
+
+    def _keeps_state(self) -> bool:
+        return all(self._state_keys(name) for name in self.parameters)
 
     def _state_keys(self, name: str) -> set[str]:
         if self.config.type == "SGD":
