@@ -105,6 +105,7 @@ ORDER_INSIDE = {
         "linear_head",
         "passes",
         "probes",
+        "native",
         "losses",
         "objectives",
         "autocast",

@@ -104,6 +104,10 @@ class Batch:
         edge, width = int(starts[count]), self.input_ids.shape[1]
         return _columns(self, 0, edge, count), _columns(self, edge, width, self.samples - count)
 
+    def empty(self) -> Batch:
+        """A micro-batch of no sample, for a rank that has run out of them."""
+        return filler(self.dropout_key)
+
 
 def collate(samples: Sequence[Sample], places: Sequence[int], layout: str, dropout_key: int = 0) -> Batch:
     """Lay samples into one micro-batch.

@@ -146,6 +146,32 @@ def check_warmup(args: transformers.TrainingArguments, steps: int) -> None:
         )
 
 
+def check_native(args: transformers.TrainingArguments) -> None:
+    """Whether the arguments go with `Trainer(native=True)`.
+
+    Raises:
+        ConfigError: the first that does not.
+    """
+    full_eval = args.bf16_full_eval or args.fp16_full_eval
+    refused = {
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "it hooks into a module of the model, which does not run"),
+        "bf16_full_eval, fp16_full_eval": (full_eval, "they change the dtype of weights that the decoder shares"),
+        "torch_compile_backend": (args.torch_compile_backend not in (None, "inductor"), "only inductor is there"),
+        "torch_compile_mode": (args.torch_compile_mode, "the decoder compiles the parts of its layers in its own way"),
+        "activation_checkpointing_kwargs": (recompute_settings(args).get("offload"), "offload is not there"),
+        "label_names": ((args.label_names or ["labels"]) != ["labels"], "targets are called labels"),
+    }
+    for name, (is_wrong, reason) in refused.items():
+        if is_wrong:
+            raise ConfigError(f"does not go with native=True: {reason}", field=name, fix="leave it out, or native")
+
+
+def recompute_settings(args: transformers.TrainingArguments) -> dict[str, Any]:
+    """What `activation_checkpointing_kwargs` says; text was read when the arguments were made."""
+    found = args.activation_checkpointing_kwargs
+    return dict(found) if isinstance(found, dict) else {}
+
+
 def _refusals(args: transformers.TrainingArguments) -> Iterator[ConfigError]:
     for known in fields(args):
         name = known.name

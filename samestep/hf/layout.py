@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from samestep.errors import ConfigError
 from samestep.hf.arguments import fsdp_settings, setting
+from samestep.hf.native import NativeModel
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
 from samestep.parallel.data import GradientReduction, add_up, is_distributed, whole
@@ -38,16 +39,24 @@ class Weights:
     units whose weights are split over the ranks and gathered when they are used. Weights of 16 bits have float32
     shards, by which they are updated, and are rounded when they are gathered.
 
+    Args:
+        native: runs the passes in place of the model; then its units are sharded.
+
     Attributes:
         stored: name -> dtype that a sharded weight was loaded in.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, args: transformers.TrainingArguments):
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, args: transformers.TrainingArguments, native: NativeModel | None = None
+    ):
         self.model, self._mesh = model, mesh
         self.stored = {name: p.dtype for name, p in model.named_parameters()}
         _take_from_first(model, mesh)
-        if mesh.weights is not None:
-            self._shard(fsdp_settings(args))
+        config = fsdp_settings(args)
+        if mesh.weights is not None and native is not None:
+            native.shard(mesh, bool(config.get("reshard_after_forward", True)))
+        elif mesh.weights is not None:
+            self._shard(config)
 
     def _shard(self, config: dict[str, Any]) -> None:
         model = self.model

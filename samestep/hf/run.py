@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from transformers.utils import logging
 from samestep.config.training import LossScaleConfig
 from samestep.errors import ConfigError, DataError, TrainingError
 from samestep.hf import checkpoint
-from samestep.hf.arguments import check_warmup, precision, setting
+from samestep.hf.arguments import check_warmup, precision, recompute_settings, setting
 from samestep.hf.batch import ModelBatch
 from samestep.hf.callbacks import CallbackEvents
 from samestep.hf.data import Cursor, MapWindows, Window, first_batch
-from samestep.hf.layout import Reduction, Weights
-from samestep.hf.objectives import dropout_seed
+from samestep.hf.layout import Reduction
+from samestep.hf.native import NativeBatch
 from samestep.hf.update import TorchUpdater, load_schedule, schedule_state
 from samestep.ops.gradient_sink import GradientSink
 from samestep.run.checkpoint import random_states, set_random_states
@@ -118,26 +119,25 @@ class Run:
         if trainer.model_init is not None:
             set_seed(args.seed)
             trainer.model = trainer.model_wrapped = trainer.call_model_init()
-            trainer.optimizer = trainer.lr_scheduler = trainer.weights = trainer.updater = None
+            trainer.optimizer = trainer.lr_scheduler = trainer.weights = trainer.native = trainer.updater = None
             trainer.forget_objectives()
         if not args.fsdp and getattr(trainer.model, "quantization_method", None) is None:
             trainer._move_model_to_device(trainer.model, self.mesh.device)
-        if args.activation_checkpointing:
-            _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
         has_tokens = isinstance(
             trainer.processing_class, transformers.PreTrainedTokenizerBase | transformers.ProcessorMixin
         )
         if has_tokens and hasattr(trainer.model, "config"):
             align_special_tokens(trainer.model, trainer.processing_class)
-        if trainer.weights is None:
-            trainer.weights = Weights(trainer.model, self.mesh, args)
+        if args.activation_checkpointing and not trainer.is_native:
+            _recompute(trainer.model, recompute_settings(args))
+        trainer.lay_out()
         if self._resumed:
             checkpoint.load_weights(trainer.model, self._resumed.path)
         if args.neftune_noise_alpha is not None:
             from transformers.integrations.neftune import activate_neftune
 
             self._neftune = activate_neftune(trainer.model, args.neftune_noise_alpha, trainer.accelerator)
-        if args.torch_compile:
+        if args.torch_compile and not trainer.is_native:
             trainer.model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
     def _length(self) -> int:
@@ -206,16 +206,18 @@ class Run:
             self.updater.groups()
             schedule_state(trainer.lr_scheduler)
         self._sink = GradientSink(parameters, dtype, can_resume=self.mesh.weights is None)
+        runs = trainer.native.decoder if trainer.native else model
         self.step = TrainStep(
-            model,
+            runs,
             trainer.loss_objective,
             self.updater,
             self._sink,
-            Reduction(model, self.mesh, dtype),
+            Reduction(runs, self.mesh, dtype),
             self.mesh,
             max_norm=args.max_grad_norm or None,
             loss_dtype=dtype,
             micro_batch_mean=setting(args, "loss_normalization") == "micro_batch_mean",
+            around_passes=trainer.native.casts_once if trainer.native else nullcontext,
             scaler=LossScaler(LossScaleConfig()) if precision(args) == "fp16" else None,
         )
         handler = trainer.callback_handler
@@ -273,7 +275,7 @@ class Run:
             )
         return window
 
-    def _train_on(self, batches: list[ModelBatch]) -> StepReport:
+    def _train_on(self, batches: list[Any]) -> StepReport:
         self.loop.tell("on_step_begin")
         self._events.on_fetched(self.trainer, len(batches))
         if callable(getattr(self.trainer.optimizer, "train", None)):
@@ -287,22 +289,22 @@ class Run:
             tell=lambda: (self.loop.stop_asked, positions),
         )
 
-    def _filled(self, window: Window) -> list[ModelBatch]:
+    def _filled(self, window: Window) -> list[Any]:
         """The micro-batches of this rank, as many as every other has."""
         trainer = self.trainer
         if self._template is None:
             self._template = first_batch(window, self.mesh)
-        batches = [self._micro_batch(inputs, index) for index, inputs in enumerate(window.batches)]
+        batches: list[Any] = [self._micro_batch(inputs, index) for index, inputs in enumerate(window.batches)]
         missing = window.count - len(batches)
         if missing:
             template = batches[-1] if batches else trainer.model_batch(self._template)
             batches += [template.empty()] * missing
         return batches
 
-    def _micro_batch(self, inputs: Any, index: int) -> ModelBatch:
+    def _micro_batch(self, inputs: Any, index: int) -> ModelBatch | NativeBatch:
         """Its random numbers are named by seed, step and place, so that a resumed run draws them again."""
         place = index * self.mesh.world.size + self.mesh.world.rank
-        return replace(self.trainer.model_batch(inputs), seed=dropout_seed(self.args.seed, self.state.step + 1, place))
+        return self.trainer.model_batch(inputs, self.state.step + 1, place)
 
     def _count_up(self, window: Window, report: StepReport) -> None:
         trainer, cursor = self.trainer, self.cursor

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from samestep.errors import ConfigError, DataError
 from samestep.hf import checkpoint
-from samestep.hf.arguments import check, precision, setting
+from samestep.hf.arguments import check, check_native, precision, recompute_settings, setting
 from samestep.hf.autocast import AutocastObjective
 from samestep.hf.batch import ModelBatch
 from samestep.hf.data import (
@@ -39,10 +39,12 @@ from samestep.hf.data import (
 )
 from samestep.hf.evaluate import Evaluation
 from samestep.hf.layout import Weights, make_mesh
-from samestep.hf.objectives import objective_for
+from samestep.hf.native import NativeBatch, NativeModel, NativeObjective, native_batch
+from samestep.hf.objectives import dropout_seed, objective_for
 from samestep.hf.run import Run
 from samestep.hf.update import TorchUpdater
 from samestep.hf.user_step import StepObjective
+from samestep.ops import random_key
 from samestep.parallel.data import free
 from samestep.step.step import StepReport
 
@@ -86,11 +88,16 @@ class Trainer(transformers.Trainer):
 
     Args:
         args: `samestep.hf.TrainingArguments`, or those of transformers.
+        native: run the passes of a causal language model of a known family by samestep's decoder, which computes with
+            the weights of the model: packed, without logits in training, with dropout that does not depend on the
+            split. No hook on its modules is called.
 
     The others are those of `transformers.Trainer`.
 
     Attributes:
         mesh: the ranks.
+        is_native: what `native` says.
+        native: what runs the passes in place of the model, once the weights are laid out; None where the model does.
         weights: how they are laid over the ranks, once they are.
         updater: of the latest training.
         last_report: of the latest step.
@@ -117,6 +124,8 @@ class Trainer(transformers.Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
         preprocess_logits_for_metrics: Any = None,
+        *,
+        native: bool = False,
     ):
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check(args)
@@ -147,6 +156,14 @@ class Trainer(transformers.Trainer):
                 field="loss_normalization",
                 fix="leave it out, or override compute_loss instead",
             )
+        if native:
+            check_native(args)
+            if compute_loss_func is not None or _overrides(self, "compute_loss") or _overrides(self, "training_step"):
+                raise ConfigError(
+                    "a loss of your own needs the outputs of the model, which does not run",
+                    field="native",
+                    fix="write native=False",
+                )
         super().__init__(
             model=model,
             args=args,
@@ -163,6 +180,8 @@ class Trainer(transformers.Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.last_report: StepReport | None = None
+        self.is_native = native
+        self.native: NativeModel | None = None
         self.weights: Weights | None = None
         self.updater: TorchUpdater | None = None
         self._objectives: dict[str, Any] = {}
@@ -199,10 +218,25 @@ class Trainer(transformers.Trainer):
         """The same, where no `training_step` has a part in it."""
         return self._objective("user" if _overrides(self, "compute_loss") else "model")
 
+    def lay_out(self) -> None:
+        """Lay the weights over the ranks, if they are not yet. A collective."""
+        if self.weights is None:
+            if self.is_native:
+                self.native = NativeModel(self.model, precision(self.args), self.mesh.device)
+            self.weights = Weights(self.model, self.mesh, self.args, self.native)
+            if self.native is not None and self.args.torch_compile:
+                self.native.compile()
+            if self.native is not None and self.args.activation_checkpointing:
+                self.native.recompute(recompute_settings(self.args).get("every_n_layers", 1))
+
     def _objective(self, kind: str) -> Any:
         if kind == "step":
             return StepObjective(self, self.eval_objective)
-        if kind not in self._objectives:
+        if kind not in self._objectives and self.is_native:
+            self.lay_out()
+            assert self.native is not None
+            self._objectives[kind] = NativeObjective(self.native, self.args.label_smoothing_factor)
+        elif kind not in self._objectives:
             made = objective_for(
                 self.model,
                 compute_loss=self.compute_loss if kind == "user" else None,
@@ -221,9 +255,17 @@ class Trainer(transformers.Trainer):
         """The model is another one."""
         self._objectives.clear()
 
-    def model_batch(self, inputs: Any) -> ModelBatch:
-        """What a data collator made, as a micro-batch of the step."""
-        return ModelBatch(inputs, samples=find_batch_size(inputs) or 1)
+    def model_batch(self, inputs: Any, step: int = 0, place: int = 0) -> ModelBatch | NativeBatch:
+        """What a data collator made, as a micro-batch of the step.
+
+        Args:
+            step, place: of training, and of the micro-batch in the global batch: they name its random numbers.
+        """
+        seed = self.args.seed
+        if self.native is not None:
+            key, first = random_key("step", seed, step), place * self.shape.micro
+            return native_batch(inputs, self.native.spec.max_positions, first=first, dropout_key=key)
+        return ModelBatch(inputs, find_batch_size(inputs) or 1, dropout_seed(seed, step, place) if step else None)
 
     # ---- data
 
@@ -372,7 +414,8 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         """The summed loss of a batch divided by `num_items_in_batch`, the targets of the global batch over all ranks,
         or by its own targets where that is None. Override it for another loss."""
-        batch, objective = self.model_batch(inputs), self._objective("model")
+        objective = self._objective("model")
+        batch = self.model_batch(inputs).to(self.mesh.device)
         sums, outputs = objective.sums_and_outputs(model, batch)
         loss = _mean(objective, sums, objective.counts(batch), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -388,8 +431,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The loss is sum / count over all targets, however the data is cut into batches and over ranks."""
-        if self.weights is None:
-            self.weights = Weights(self.model, self.mesh, self.args)
+        self.lay_out()
         evaluation = Evaluation(self, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output = evaluation.run(dataloader)
         free(self.model)
@@ -418,10 +460,13 @@ class Trainer(transformers.Trainer):
             ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or []
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if not has_labels:
-            with self.compute_loss_context_manager():
-                outputs = model(**inputs)
+            if self.native is not None:
+                outputs = self.eval_objective.outputs(self.model_batch(inputs).to(self.mesh.device))
+            else:
+                with self.compute_loss_context_manager():
+                    outputs = model(**inputs)
             return None, None, None if loss_only else _logits(outputs, ignore_keys), None
-        objective, batch = self.eval_objective, self.model_batch(inputs)
+        objective, batch = self.eval_objective, self.model_batch(inputs).to(self.mesh.device)
         labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
         if loss_only:
             sums, logits = objective.sums(model, batch), None

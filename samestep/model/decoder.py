@@ -45,7 +45,7 @@ class LossHead(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=storage))
 
     def forward(
-        self, hidden_BSC: torch.Tensor, labels_BS: torch.Tensor, z_loss_weight: float
+        self, hidden_BSC: torch.Tensor, labels_BS: torch.Tensor, z_loss_weight: float, label_smoothing: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sums over targets: (cross-entropy + z_loss_weight x z-loss, cross-entropy, z-loss); only the first trains."""
         return linear_cross_entropy(
@@ -53,6 +53,7 @@ class LossHead(nn.Module):
             self.weight,
             labels_BS.flatten(),
             z_loss_weight=z_loss_weight,
+            label_smoothing=label_smoothing,
             compute_dtype=self.precision.compute,
             loss_dtype=self.precision.loss,
         )
@@ -132,9 +133,15 @@ class Decoder(nn.Module):
         """What a parameter is stored in, whatever dtype its shards have."""
         return self.precision.embedding if name.startswith("embed_") else self.precision.params
 
-    def losses(self, batch: Batch, z_loss_weight: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def losses(
+        self, batch: Batch, z_loss_weight: float, label_smoothing: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `loss_head` gives for a micro-batch: forward pass and head in one call."""
-        return self.loss_head(self._outputs(batch).hidden, batch.labels, z_loss_weight)
+        return self.loss_head(self._outputs(batch).hidden, batch.labels, z_loss_weight, label_smoothing)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """[rows, positions, vocab] of a micro-batch, in one call as well."""
+        return self.loss_head.logits(self._outputs(batch).hidden)
 
     def forward(self, batch: Batch) -> Outputs:
         return self._outputs(batch)

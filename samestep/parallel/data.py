@@ -77,7 +77,8 @@ def shard(model: Decoder, mesh: Mesh, parallelism: ParallelismConfig, precision:
             ),
             offload_policy=offload,
         )
-    register_fsdp_forward_method(model, "losses")
+    for method in ("losses", "logits"):
+        register_fsdp_forward_method(model, method)
     add_up(model)
 
 
