@@ -13,6 +13,8 @@ chat          rows of natural length, only the assistant's turns are targets, vo
 vocabulary    vocabulary of 128,000, micro-batches of 4,096 tokens, few of them targets
 start         time from the start of the process to the end of its first step
 tiny          the model of examples/quickstart.yaml
+trainers      chat rows again, in one script for three Trainers: that of samestep.hf with and without `native=True`, and
+              the plain one
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def cases() -> dict[str, Case]:
             rounds=15,
             turn=20,
         ),
+        "trainers": Case(chat, ("samestep.hf native", "samestep.hf", "transformers"), rounds=6),
     }
 
 
@@ -198,8 +201,11 @@ def run_samestep(config: dict[str, Any], gate: Gate, gradients_to: Path | None) 
     Trainer(from_dict(config).config, listeners=listeners).train()
 
 
-def run_transformers(config: dict[str, Any], gate: Gate, gradients_to: Path | None, compiled: bool) -> None:
-    """The rows, first weights and order of samestep, made beforehand by `prepare`."""
+def run_transformers(
+    config: dict[str, Any], gate: Gate, gradients_to: Path | None, compiled: bool = False, native: bool | None = None
+) -> None:
+    """The rows, first weights and order of samestep, made beforehand by `prepare`. With `native` it is samestep's
+    Trainer that trains."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -251,7 +257,13 @@ def run_transformers(config: dict[str, Any], gate: Gate, gradients_to: Path | No
         torch_compile=compiled,
         use_cpu=True,
     )
-    transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate, callbacks=[Turns()]).train()
+    parts: dict[str, Any] = {"train_dataset": rows, "data_collator": collate, "callbacks": [Turns()]}
+    if native is None:
+        transformers.Trainer(model, arguments, **parts).train()
+    else:
+        from samestep.hf import Trainer
+
+        Trainer(model, arguments, native=native, **parts).train()
 
 
 def rows_in_order(settings: Any, data: Any, steps: int) -> list[dict[str, list[int]]]:
@@ -344,6 +356,8 @@ SIDES: dict[str, Callable[[dict[str, Any], Gate, Path | None], None]] = {
     "transformers": lambda config, gate, path: run_transformers(config, gate, path, compiled=False),
     "transformers compiled": lambda config, gate, path: run_transformers(config, gate, path, compiled=True),
     "samestep padded": run_samestep,
+    "samestep.hf": lambda config, gate, path: run_transformers(config, gate, path, native=False),
+    "samestep.hf native": lambda config, gate, path: run_transformers(config, gate, path, native=True),
     "products": lambda config, gate, path: run_products(config, gate, attention=False),
     "products, attention": lambda config, gate, path: run_products(config, gate, attention=True),
 }
@@ -401,7 +415,7 @@ def compare(name: str, case: Case, rounds: int) -> None:
         prepare(case.config | {"output_dir": str(folder / "none")}, folder, 1 + case.turn * (rounds + 1))
         settings = dict(configs(case, folder))
         for side, config in settings.items():
-            if side.startswith("transformers"):
+            if side.startswith(("transformers", "samestep.hf")):
                 config["prepared"] = str(folder)
         check_updates(name, settings, folder)
         for side in settings:
@@ -449,7 +463,7 @@ def time_turns(name: str, settings: dict[str, dict[str, Any]], rounds: int, turn
             results[side].append(process.turn())
     for process in sides.values():
         process.close()
-    first = results["samestep"]
+    first = next(iter(results.values()))
     for side, steps in results.items():
         wall, processor = (
             statistics.median(own[key] / other[key] for own, other in zip(steps, first, strict=True))

@@ -34,9 +34,9 @@ def _mkldnn_flag(name: str) -> bool:
     return operator is not None and torch.backends.mkldnn.is_available() and bool(operator())
 
 
-def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """`grad * d silu(x) / dx` in one pass over the data; both tensors of one shape and dtype."""
-    return torch.ops.aten.silu_backward(grad, x)
+def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
+    """`grad * d silu(x) / dx` in place of `grad`, in one pass over the data; both tensors of one shape and dtype."""
+    return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
 
 
 def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:

@@ -91,6 +91,7 @@ ORDER_INSIDE = {
         "activation",
         "rope",
         "dropout",
+        "embedding",
         "rounding",
         "attention",
         "cross_entropy",

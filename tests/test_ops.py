@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from samestep import ops
 from samestep.errors import ConfigError
 from samestep.ops import precision as precision_module
+from samestep.ops.gradient_sink import GradientSink
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ALL = [F32, F64, BF16, F16]
@@ -499,3 +500,22 @@ def test_a_block_of_operators_compiles_without_a_break():
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     for got, expected in zip(run(compiled, inputs), run(block, inputs), strict=True):
         assert distance(got, expected) < 1e-2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sparse_gradients_of_a_table_add_up_in_the_sink(tied):
+    """Of two micro-batches with repeated ids, against dense ones; also where the head is the same matrix."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    found = {}
+    for sparse in (False, True):
+        table = torch.nn.Parameter(weight.clone())
+        sink = GradientSink([("table", table)], torch.float64)
+        ids = torch.tensor([[3, 3, 49], [0, 3, 7]])
+        for micro_batch in (ids, ids + torch.tensor([[1, 0, 0], [2, 2, 2]])):
+            rows = ops.embedding(table, micro_batch % 50, sparse=sparse)
+            hidden = rows.square().sum(1)
+            (hidden @ table.T if tied else hidden.exp()).square().sum().backward()
+        found[sparse] = sink.gradients()["table"]
+        assert found[sparse].layout == torch.strided
+    assert torch.allclose(found[True], found[False], rtol=1e-12)

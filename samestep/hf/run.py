@@ -205,8 +205,12 @@ class Run:
         if args.save_strategy != "no" and not args.save_only_model:
             self.updater.groups()
             schedule_state(trainer.lr_scheduler)
-        self._sink = GradientSink(parameters, dtype, can_resume=self.mesh.weights is None)
-        runs = trainer.native.decoder if trainer.native else model
+        is_whole = self.mesh.weights is None
+        self._sink = GradientSink(parameters, dtype, can_resume=is_whole)
+        runs = model
+        if trainer.native is not None:
+            runs = trainer.native.decoder
+            runs.sparse_tables = is_whole
         self.step = TrainStep(
             runs,
             trainer.loss_objective,

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from samestep.data.batch import Batch
 from samestep.families import ModelSpec
@@ -18,6 +17,7 @@ from samestep.ops import (
     Precision,
     dropout,
     dynamic_rope_tables,
+    embedding,
     linear_cross_entropy,
     logits,
     random_key,
@@ -88,6 +88,9 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Parameters are made empty, on the current default device; `model.init.initialize` gives their first values.
+
+    Attributes:
+        sparse_tables: whether the gradients of the tables are sparse where they can be, which a `GradientSink` takes.
     """
 
     embed_tokens: nn.Embedding
@@ -98,6 +101,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, precision: Precision):
         super().__init__()
         self.spec, self.precision = spec, precision
+        self.sparse_tables = False
         self.embed_tokens = _table(spec.vocab_size, spec, precision)
         self.embed_positions = _table(spec.max_positions, spec, precision) if spec.learned_positions else None
         # Keyed by the layer's own number: a pipeline stage that holds some of the layers keeps their names.
@@ -194,7 +198,8 @@ class Decoder(nn.Module):
 
     def _rows(self, table: nn.Embedding, ids_BS: torch.Tensor) -> torch.Tensor:
         # Widened before the look-up: its backward adds up all occurrences of a row in the dtype of the table.
-        return F.embedding(ids_BS, table.weight.to(wide(self.precision.embedding)))
+        weight = table.weight.to(wide(self.precision.embedding))
+        return embedding(weight, ids_BS, sparse=self.sparse_tables and weight is table.weight and weight.is_cpu)
 
 
 def _table(rows: int, spec: ModelSpec, precision: Precision) -> nn.Embedding:

@@ -14,6 +14,7 @@ from samestep.ops.activation import (
 from samestep.ops.attention import attention, reference_attention
 from samestep.ops.cross_entropy import linear_cross_entropy, logits, reference_linear_cross_entropy
 from samestep.ops.dropout import attention_dropout_mask, dropout, dropout_mask, random_key, token_keys
+from samestep.ops.embedding import embedding
 from samestep.ops.norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm, get_norm_cls
 from samestep.ops.precision import Precision, has_native_matmul, linear, parse_dtype, reference_linear, wide
 from samestep.ops.rope import apply_rope, dynamic_rope_tables, reference_rope, rope_tables
@@ -34,6 +35,7 @@ __all__ = [
     "dropout",
     "dropout_mask",
     "dynamic_rope_tables",
+    "embedding",
     "get_activation",
     "get_norm_cls",
     "has_native_matmul",

@@ -100,7 +100,7 @@ class _SwiGlu(torch.autograd.Function):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         dgate = dup = None
         if ctx.needs_input_grad[0]:
-            dgate = torch_private.silu_backward(grad * up, gate)
+            dgate = torch_private.silu_backward_(grad * up, gate)
             dgate = (dgate if limit is None else dgate.masked_fill_(gate_is_out, 0)).to(dtype)
         if ctx.needs_input_grad[1]:
             dup = F.silu(gate).mul_(grad)

@@ -27,7 +27,7 @@ class GradientSink:
         parameters: (name, parameter) pairs; frozen ones are passed over.
         dtype: float32 or wider.
         can_resume: whether a pass that breaks off will be run again in parts. Noting gradients takes a hook on each
-            parameter, and makes FSDP wait for copies of offloaded ones.
+            parameter, and makes FSDP wait for copies of offloaded ones. Only then may gradients be sparse.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, *, can_resume: bool = True):
@@ -52,19 +52,20 @@ class GradientSink:
         def note(parameter: torch.Tensor) -> None:
             if name in self._complete:
                 parameter.grad = None
-            else:
-                self._reached.add(name)
+                return
+            self._reached.add(name)
+            parameter.grad = _dense(parameter.grad)  # autograd adds those that follow to it in place
 
         return note
 
     def _adder(self, name: str):
         def add(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
             if name not in self._complete:
+                gradient = _dense(parameter.grad)
                 if name in self._buffers:
-                    self._buffers[name].add_(parameter.grad)
+                    self._buffers[name].add_(gradient)
                 else:
-                    self._buffers[name] = parameter.grad.to(self.dtype)
+                    self._buffers[name] = gradient.to(self.dtype)
                 self._reached.add(name)
             parameter.grad = None
 
@@ -117,6 +118,11 @@ class GradientSink:
         self._buffers.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class ExactSink:

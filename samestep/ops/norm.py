@@ -40,8 +40,10 @@ class _RMSNormFunction(torch.autograd.Function):
             return y
         math = wide(compute)
         x_wide = x.to(compute).to(math)
-        scale = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        y = (x_wide * scale).mul_(weight_D.to(compute))
+        # One buffer throughout: fresh memory costs as much as the arithmetic.
+        y = torch.square(x_wide)
+        scale = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(x_wide, scale, out=y).mul_(weight_D.to(compute))
         ctx.save_for_backward(x, weight_D, scale)
         return y.to(compute).to(x.dtype)
 
@@ -54,16 +56,16 @@ class _RMSNormFunction(torch.autograd.Function):
 
             return *triton_kernels.rms_norm_backward(grad, x, weight_D, scale, ctx.compute), None, None
         math = scale.dtype
-        unit = x.to(ctx.compute).to(math) * scale
-        grad = grad.to(math)
+        x_wide, grad = x.to(ctx.compute).to(math), grad.to(math)
         weight = weight_D.to(ctx.compute).to(math)
-        product = grad * unit
+        buffer = (grad * x_wide).mul_(scale)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = product.reshape(-1, product.shape[-1]).sum(0).to(weight_D.dtype)
+            dweight = buffer.reshape(-1, buffer.shape[-1]).sum(0).to(weight_D.dtype)
         if ctx.needs_input_grad[0]:
-            projection = product.mul_(weight).mean(-1, keepdim=True)
-            dx = (grad * weight).sub_(unit.mul_(projection)).mul_(scale).to(x.dtype)
+            projection = (buffer @ weight).unsqueeze(-1).div_(weight.numel())
+            torch.mul(grad, weight, out=buffer)
+            dx = buffer.addcmul_(x_wide, projection.mul_(scale), value=-1).mul_(scale).to(x.dtype)
         return dx, dweight, None, None
 
 

@@ -154,7 +154,8 @@ def build_step(
         reduction = ExactReduction(mesh, training.global_batch_size)
         sink = ExactSink(parameters, mesh.device)
     else:
-        sink = GradientSink(parameters, model.precision.gradient, can_resume=mesh.weights is None)
+        model.sparse_tables = mesh.weights is None
+        sink = GradientSink(parameters, model.precision.gradient, can_resume=model.sparse_tables)
         reduction = GradientReduction(model, mesh, reduce, model.precision.reduce)
     return TrainStep(
         model,
