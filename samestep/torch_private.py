@@ -39,6 +39,11 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody wants to see the gradient of a tensor while a backward pass runs."""
+    return bool(tensor._backward_hooks)
+
+
 def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:
     """Multiply every tensor in place by one number, in few kernels."""
     if tensors:

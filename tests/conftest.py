@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from samestep.config.load import from_dict
 from samestep.config.schema import Config
 
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+PRELOADED += ["samestep.verify.parity", "samestep.hf.trainer", "pytest"]
+SLOWEST = ["test_verify", "test_docs", "test_torchrun", "test_run", "test_parallel", "test_resume", "test_collectives"]
+SLOWEST += ["test_monitor", "test_exact", "test_hf_checkpoint", "test_recompute", "test_report", "test_free_split"]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CORPUS = EXAMPLES / "data" / "shakespeare_quickstart.txt"
 CHATS = EXAMPLES / "data" / "chitchat_120.jsonl"
@@ -35,6 +40,12 @@ TINY: dict[str, Any] = {
     },
     "monitor": {"report": False, "tensorboard": {"enable": False}},
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files begin first, so that no worker has one of them left while the others have nothing; those that
+    start ranks and those of one process in turn, so that two workers do not start ranks at once."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,10 +71,12 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def workers():
-    """Context of processes whose server has imported the heavy modules already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "samestep.run.trainer", "samestep.verify.parity"])
-    return context
+    """Context of processes whose server has imported already what takes a test's ranks longer than their work: the
+    heavy modules, and pytest."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return found
 
 
 @pytest.fixture

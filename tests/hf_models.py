@@ -19,6 +19,7 @@ from samestep.step.step import TrainStep
 from samestep.step.update import Updater
 
 VOCABULARY, SAMPLES = 61, 8
+SMOOTHING = 0.2
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 Samples = list[dict[str, torch.Tensor]]
@@ -76,6 +77,20 @@ def mixtral(coefficient=0.5) -> nn.Module:
         sliding_window=None,
         experts_implementation="eager",  # the faster ones know no float64
     )
+
+
+def adapters() -> nn.Module:
+    """A language model whose low-rank adapters alone are trained, away from their start of zeros."""
+    import peft
+
+    model = llama()
+    torch.manual_seed(4)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    adapted = peft.get_peft_model(model, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return adapted
 
 
 def texts(count=SAMPLES, lengths=(19, 4, 12, 7, 16, 3, 9, 14)) -> Samples:
@@ -195,6 +210,10 @@ def cross_entropy(logits, targets, smoothing=0.0):
 def causal(model, row, smoothing=0.0):
     logits = model(input_ids=row["input_ids"]).logits
     return [(1.0, *cross_entropy(logits[0, :-1], row["labels"][0, 1:], smoothing))]
+
+
+def smoothed(model, row):
+    return causal(model, row, SMOOTHING)
 
 
 def per_position(model, row):

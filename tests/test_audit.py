@@ -29,6 +29,8 @@ from samestep.run.setup import build_model, build_step
 from samestep.run.trainer import Events, Trainer
 from samestep.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 NAMES = ("float32", "bfloat16", "float16")
 FIELDS = ("params", "compute", "layernorm_compute", "softmax_compute", "rotary", "embedding_params")
 KINDS = {

@@ -32,6 +32,7 @@ model:
   compute_dtype: float32
 monitor:
   tensorboard: {{enable: false}}
+  report: false
 checkpoint:
   save_interleaved_steps: 1
 """

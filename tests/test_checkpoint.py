@@ -20,6 +20,8 @@ from samestep.run.trainer import Events, Trainer
 from samestep.step.schedule import make_schedule
 from samestep.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 CPU = torch.device("cpu")
 SHAPES = [(1,), (3,), (5,), (33,), (5, 3), (33, 7), (1, 4), (4, 2, 3), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]

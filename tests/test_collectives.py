@@ -31,6 +31,8 @@ from samestep.run.preflight import device_memory
 from samestep.run.setup import build_model, build_step
 from samestep.step.step import TrainStep
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 GA, LAYERS = 4, 2
 UNITS = LAYERS + 1
 REDUCES = ("once_per_step", "every_micro_batch")
@@ -284,7 +286,7 @@ def growth_of_kinds() -> dict[str, float]:
     torch.set_num_threads(1)
     ratios = {}
     for kind, sections in {"warm": KINDS["packed"], **KINDS}.items():
-        model = {**MODEL, "vocab_size": 2000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+        model = {**MODEL, "vocab_size": 2000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
         model |= {"seq_length": 512, **sections.get("model", {})}
         training = {"steps": 2, "global_batch_size": 8, "local_batch_size": 4, **sections.get("training", {})}
         data = {"train_dataset": {"path": "a.txt"}, **sections, "model": model, "training": training}

@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHORT = ["training.steps=4", "lr_scheduler.warmup_steps=1"]
-"""Given to every `train`, whose documented run takes minutes; an override in the document wins."""
+SHORT = ["training.steps=4", "lr_scheduler.warmup_steps=1", "monitor.report=false"]
+"""Given to every `train`, whose documented run takes minutes; an override in the document wins. The page that each of
+them would write has tests of its own, and `samestep report` is among the commands."""
 
 
 def blocks(page: Path, language: str) -> list[str]:

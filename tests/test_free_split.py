@@ -34,6 +34,8 @@ from samestep.torch_private import is_out_of_memory
 from samestep.verify import parity
 from samestep.verify.layouts import parse_layouts
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 BUDGET = ("training.local_batch_size=null", "training.local_batch_tokens=640")
 NO_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

@@ -97,7 +97,7 @@ def test_evaluation_takes_every_sample_once_in_order(ranks):
 
 
 def test_a_stream_of_two_passes(tmp_path):
-    """The tail is a step of its own and nothing of it reaches the next pass."""
+    """D5: the tail is a step of its own and nothing of it reaches the next pass."""
     data = rows(11, uneven=True)
     model, truth = tiny_llama(dtype=torch.float64), tiny_llama(dtype=torch.float64)
     stream = Stream(data)

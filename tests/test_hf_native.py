@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from hf_cases import arguments, cut, difference, logged, rows, summed_loss, tiny_llama, true_run, weights
 from hf_models import SIZES, built, causal, collated, error, llama, texts, truth, with_labels
@@ -29,7 +32,7 @@ FAMILIES = {
     "llama": llama,
     "tied": lambda: llama(tie_word_embeddings=True, attention_bias=True),
     "qwen2": lambda: built("Qwen2ForCausalLM", transformers.Qwen2Config, **(SIZES | ONE_HEAD)),
-    "qwen3": lambda: built("Qwen3ForCausalLM", transformers.Qwen3Config, **(SIZES | ONE_HEAD | {"head_dim": 8})),
+    "qwen3": lambda: built("Qwen3ForCausalLM", transformers.Qwen3Config, **(SIZES | ONE_HEAD | {"head_dim": 16})),
     "mistral": lambda: built(
         "MistralForCausalLM", transformers.MistralConfig, **(SIZES | ONE_HEAD | {"sliding_window": 5})
     ),
@@ -122,16 +125,86 @@ def test_frozen_weights_stay_and_cost_no_gradient(tmp_path):
     assert "lm_head.weight" not in found and error(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("collate", [collated, left, flattened])
+def two_documents_a_row(part):
+    """Rows that hold the two halves of a sample as documents of their own, all of one width."""
+    rows = []
+    for sample in part:
+        size = len(sample["input_ids"])
+        places = torch.cat([torch.arange(size // 2), torch.arange(size - size // 2)])
+        ids, labels = (F.pad(sample[name], (0, 20 - size), value=value) for name, value in FILLS)
+        rows.append({"input_ids": ids, "labels": labels, "position_ids": F.pad(places, (0, 20 - size))})
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+FILLS = (("input_ids", 0), ("labels", -100))
+
+
+@pytest.mark.parametrize("collate", [collated, left, flattened, two_documents_a_row])
 def test_dropout_does_not_depend_on_the_split(collate, tmp_path):
-    """No such thing is possible with the layers of transformers, which know no samples."""
+    """No such thing is possible with the layers of transformers, which know no samples. A model that comes in
+    evaluation mode, as from `from_pretrained`, drops as well."""
     samples = with_labels(texts())
-    whole, _ = one_step(gpt2(0.3).double(), samples, tmp_path, 8, collate)
+    whole, _ = one_step(gpt2(0.3).double().eval(), samples, tmp_path, 8, collate)
     still, _ = one_step(gpt2().double(), samples, tmp_path, 8, collate)
     assert error(whole, still) > 0.1
     for size in (4, 3, 1):
         found, _ = one_step(gpt2(0.3).double(), samples, tmp_path, size, collate)
         assert error(found, whole) <= 1e-12
+
+
+def test_padding_has_no_gradient_of_its_own(tmp_path):
+    """The embedding of transformers gives the row of `pad_token_id` none, also where it is a token of the text."""
+    samples = with_labels(texts())
+    samples[0]["input_ids"][:3] = 5
+    for make in (llama, lambda **fields: llama(tie_word_embeddings=True, **fields)):
+        _, wanted = truth(make(pad_token_id=5), samples, causal)
+        for size in (8, 3):
+            found, _ = one_step(make(pad_token_id=5), samples, tmp_path, size)
+            assert error(found, wanted) <= 1e-6
+
+
+class Replaces(transformers.TrainerCallback):
+    """Puts other parameters, or other memory, into the model before a step."""
+
+    def __init__(self, factor, in_place):
+        self.factor, self.in_place = factor, in_place
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.in_place:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone() * self.factor
+        else:
+            state_dict = {name: tensor * self.factor for name, tensor in model.state_dict().items()}
+            model.load_state_dict(state_dict, assign=True)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_weights_that_are_replaced_are_seen(make, in_place, tmp_path):
+    samples, model = with_labels(texts()), make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.5
+    loss, _ = truth(model, samples, causal)
+    args = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1, bf16=True)
+    trainer = Trainer(
+        model=make(),
+        args=args,
+        train_dataset=samples,
+        data_collator=collated,
+        callbacks=[Replaces(0.5, in_place)],
+        native=True,
+    )
+    trainer.train()
+    assert logged(trainer) == [pytest.approx(loss, rel=1e-3)]
+    assert logged(trainer) != [pytest.approx(truth(make(), samples, causal)[0], rel=1e-3)]
+
+
+def test_no_gradient_stays_sparse_after_the_run(tmp_path):
+    _, trainer = one_step(llama(), with_labels(texts()), tmp_path, 4)
+    trainer.model.zero_grad()
+    trainer.compute_loss(trainer.model, collated(with_labels(texts()))).backward()
+    assert trainer.model.model.embed_tokens.weight.grad.layout == torch.strided
 
 
 def test_every_step_has_masks_of_its_own(tmp_path):
@@ -258,6 +331,13 @@ def test_models_that_the_decoder_is_not_are_refused(tmp_path):
     changed = tiny_llama()
     changed.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 1.1 * output)
     assert "the decoder gives other logits than this LlamaForCausalLM" in messages(changed, tmp_path)
+    far = llama()
+    far.model.rotary_emb.inv_freq[-1] *= 1.01  # seen at far positions only
+    assert "the decoder gives other logits" in messages(far, tmp_path)
+    without = gpt2(0.3)
+    without.transformer.drop.p = 0.0
+    assert "has the dropout rate 0.0, which its config.json does not tell" in messages(without, tmp_path)
+    assert "attention_dropout: Input should be less than 1" in messages(tiny_llama(dropout=1.0), tmp_path)
     mixed = tiny_llama()
     mixed.lm_head.bfloat16()
     assert "several kinds: torch.bfloat16, torch.float32" in messages(mixed, tmp_path)
@@ -284,10 +364,11 @@ def test_adapters_are_refused(tmp_path):
         ("torch_compile_mode", "max-autotune"),
         ("label_names", ["targets"]),
         ("activation_checkpointing_kwargs", {"offload": True}),
+        ("activation_checkpointing_kwargs", {"every_n_layers": 0}),
     ],
 )
 def test_arguments_that_need_the_model_are_refused(name, value, tmp_path):
-    assert f"{name}" in (found := messages(tiny_llama(), tmp_path, args={name: value})) and "native" in found
+    assert name in messages(tiny_llama(), tmp_path, args={name: value})
 
 
 def test_losses_of_ones_own_are_refused(tmp_path):
@@ -336,9 +417,19 @@ def work(folder):
             "predictions": torch.as_tensor(predictions),
             "eval_loss": trainer.evaluate()["eval_loss"],
         }
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder / "sharded bf16" / "checkpoint-8", dtype="auto")
+    config = json.loads((folder / "sharded bf16" / "checkpoint-8" / "config.json").read_text())
+    found["stored"] = config["dtype"], read.lm_head.weight.dtype
     middle = str(folder / "sharded" / "checkpoint-4")
     resumed = run(folder / "go on", tiny_llama(seed=7), resume=middle, per_device_train_batch_size=1, fsdp=True)
     found["resumed"] = weights(resumed.model)
+    args = arguments(folder / "look first", **RUN, per_device_train_batch_size=1, fsdp=True)
+    looked = Trainer(
+        model=tiny_llama(seed=7), args=args, train_dataset=rows(13, uneven=True), eval_dataset=rows(5), native=True
+    )
+    looked.evaluate()
+    looked.train(resume_from_checkpoint=middle)
+    found["evaluated, resumed"] = weights(looked.model)
     found["gpt2"] = messages(gpt2(), folder / "gpt2", args={"fsdp": True})
     return found
 
@@ -366,11 +457,13 @@ def test_weights_of_16_bits(ranks, tmp_path):
     """They have float32 masters, or shards, so the run is close to that in float32."""
     losses = true_run(tiny_llama(), cut(rows(13, uneven=True), 4) * 2)
     assert ranks[0]["sharded bf16"]["loss"] == pytest.approx(losses, rel=2e-2)
+    assert ranks[0]["stored"] == ("bfloat16", torch.bfloat16)
     trainer = run(tmp_path, tiny_llama().bfloat16())
     assert logged(trainer) == pytest.approx(losses, rel=2e-2)
     assert trainer.model.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_a_sharded_run_goes_on_exactly(ranks):
-    assert difference(ranks[0]["resumed"], ranks[0]["sharded"]["weights"]) == 0
+    for kind in ("resumed", "evaluated, resumed"):
+        assert difference(ranks[0][kind], ranks[0]["sharded"]["weights"]) == 0
     assert "gpt2 keeps weights joined" in ranks[0]["gpt2"]

@@ -12,6 +12,8 @@ from hf_models import (
     CASES,
     SAMPLES,
     SIZES,
+    SMOOTHING,
+    adapters,
     bart,
     bert,
     built,
@@ -26,6 +28,7 @@ from hf_models import (
     one_class,
     one_step,
     pairs,
+    smoothed,
     texts,
     truth,
     truth_of_mixture,
@@ -52,11 +55,11 @@ def gradients_of(model, samples, size, collate=collated, **options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_batch_however_it_is_split(name):
-    """D1: bs8 x ga1, bs3 x ga3 and bs1 x ga8, in fp32 and fp64."""
+    """D1: bs8 x ga1, bs2 x ga4 and bs1 x ga8 in fp32; bs3 x ga3, whose last is shorter, in fp64."""
     make, data, terms = CASES[name]
     model, samples = make(), data()
     loss, wanted = truth(model, samples, terms)
-    for size in (8, 3, 1):
+    for size in (8, 2, 1):
         found, report = gradients_of(model, samples, size)
         assert error(found, wanted) <= 1e-6, size
         assert report.loss == pytest.approx(loss, rel=1e-6)
@@ -64,11 +67,11 @@ def test_gradients_are_those_of_the_whole_batch_however_it_is_split(name):
     assert error(found, wanted) <= 1e-12
 
 
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 def test_smoothed_labels(size):
     model, samples = llama(), with_labels(texts())
-    loss, wanted = truth(model, samples, lambda model, row: causal(model, row, 0.2))
-    found, report = gradients_of(model, samples, size, label_smoothing_factor=0.2)
+    loss, wanted = truth(model, samples, smoothed)
+    found, report = gradients_of(model, samples, size, label_smoothing_factor=SMOOTHING)
     assert error(found, wanted) <= 1e-6
     assert report.loss == pytest.approx(loss, rel=1e-6)
 
@@ -89,7 +92,7 @@ def test_smoothed_labels_of_rows_and_of_what_has_no_classes():
         gradients_of(number, labels_of_rows("number"), 3, label_smoothing_factor=0.2)
 
 
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 def test_the_balance_loss_of_experts_is_that_of_the_global_batch(size):
     """D6: routing shares and probabilities of all tokens of the step, padding aside."""
     model, samples = mixtral(), with_labels(texts())
@@ -279,16 +282,11 @@ def test_dropout_is_drawn_again_by_a_resumed_run():
 
 
 def test_adapters():
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    model = peft.get_peft_model(llama(), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    samples = with_labels(texts())
+    pytest.importorskip("peft")
+    model, samples = adapters(), with_labels(texts())
     _, wanted = truth(model, samples, causal)
     assert all("lora" in name for name in wanted)
-    for size in (8, 3, 1):
+    for size in (8, 3, 2, 1):
         found, _ = gradients_of(model, samples, size)
         assert error(found, wanted) <= 1e-6
 
@@ -305,7 +303,7 @@ def test_a_learned_prompt_predicts_the_first_token():
         return [(1.0, *cross_entropy(logits[0, 2:-1], row["labels"][0]))]
 
     _, wanted = truth(model, samples, prompted)
-    for size in (8, 3, 1):
+    for size in (8, 3, 2, 1):
         found, _ = gradients_of(model, samples, size)
         assert error(found, wanted) <= 1e-6
 
@@ -327,7 +325,7 @@ def of_shifted_outputs(outputs, labels, num_items_in_batch=None):
 
 
 @pytest.mark.parametrize("scaled", [None, True])
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 def test_a_loss_divided_by_the_count(size, scaled, recwarn):
     for model, samples, function, terms in (
         (bert("BertForSequenceClassification", num_labels=3), labels_of_rows("one"), of_outputs, one_class),
@@ -365,7 +363,7 @@ class MyTrainer:
         return self.scaled(model, inputs, False, num_items_in_batch) + 1e-3 * weights
 
 
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 @pytest.mark.parametrize(("name", "scaled"), [("scaled", True), ("scaled", None), ("mean", False), ("older", False)])
 def test_an_override_of_compute_loss(name, scaled, size, recwarn):
     """D2, D3 and D4: unequal counts, some of 0; a mean is weighed by its own count."""
@@ -447,6 +445,20 @@ def test_positions_that_are_not_those_counted_are_told(first):
         gradients_of(llama(), samples, 3, compute_loss_func=unshifted)
 
 
+@pytest.mark.parametrize("size", [8, 4, 2])
+def test_a_mean_with_class_weights_is_told(size):
+    """It is divided by the sum of the weights. Every micro-batch has both classes as often, in the same order."""
+
+    def weighed(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 3.0]))
+
+    model, samples = bert("BertForSequenceClassification", num_labels=2), labels_of_rows("one")
+    for i, sample in enumerate(samples):
+        sample["labels"] = torch.tensor(i % 2)
+    with pytest.warns(UserWarning, match="a mean with class weights is none"):
+        gradients_of(model, samples, size, compute_loss_func=weighed, loss_is_scaled_for_ga=False)
+
+
 def test_a_mean_over_something_else_is_told():
     def of_rows(outputs, labels, num_items_in_batch=None):
         logits = outputs["logits"][:, :-1].transpose(1, 2)
@@ -502,7 +514,7 @@ def foreign(model, row):
 
 
 @pytest.mark.parametrize("mean", [over_targets, by_count])
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 def test_the_loss_of_an_unknown_head(mean, size):
     model, samples = Foreign(mean), with_labels(texts())
     _, wanted = truth(model, samples, foreign)
@@ -510,7 +522,7 @@ def test_the_loss_of_an_unknown_head(mean, size):
     assert error(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("size", [8, 3, 2, 1])
 def test_an_unknown_head_that_averages_otherwise_ends_the_run(size):
     with pytest.raises(ConfigError, match="Foreign is no head that is known"):
         gradients_of(Foreign(over_rows), with_labels(texts()), size)

@@ -9,6 +9,8 @@ from samestep.hf import Trainer
 from samestep.launch import run_ranks
 from samestep.parallel.mesh import join
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 WINDOWS = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "steps", "eval_steps": 3}
 HALF = {"per_device_eval_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -21,9 +23,18 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(self.samples)
 
 
-def run(folder, data, **settings):
+def adapted(seed=0):
+    """Low-rank adapters, away from their start of zeros, on a model that is not trained."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama(seed)
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def run(folder, data, make=tiny_llama, **settings):
     args = arguments(folder, **settings)
-    model = tiny_llama(seed=args.process_index)  # those of the first rank count
+    model = make(seed=args.process_index)  # those of the first rank count
     trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=rows(5))
     trainer.train()
     found = weights(trainer.model)
@@ -43,6 +54,8 @@ def work(folder):
     found = {
         "replicated": run(folder / "replicated", data, **WINDOWS, **HALF),
         "sharded": run(folder / "sharded", data, fsdp=True, **WINDOWS, **HALF),
+        "adapters": run(folder / "adapters", data, adapted, **WINDOWS),
+        "adapters, sharded": run(folder / "adapters, sharded", data, adapted, fsdp=True, **WINDOWS),
         "one sample": run(folder / "one", data[:1], num_train_epochs=2),
         "stream": run(folder / "stream", Stream(data), gradient_accumulation_steps=2, max_steps=4),
     }
@@ -79,7 +92,7 @@ def truth():
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_two_ranks_take_the_step_of_one(kind, found, truth):
-    """13 samples in windows of 8: the last one leaves rank 1 with 2 samples, rank 0 with 3."""
+    """D10: 13 samples in windows of 8: the last one leaves rank 1 with 2 samples, rank 0 with 3, none of them twice."""
     first, second, _ = (ranks[kind] if isinstance(ranks, dict) else None for ranks in found)
     losses, eval_loss, wanted = truth
     assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
@@ -87,6 +100,21 @@ def test_two_ranks_take_the_step_of_one(kind, found, truth):
     assert difference(first["weights"], second["weights"]) == 0
     assert difference(first["weights"], wanted) < 1e-4
     assert first["eval_loss"][-1] == pytest.approx(eval_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "adapters, sharded"])
+def test_two_ranks_train_adapters_as_one(kind, found):
+    """And no other weight."""
+    model, first = adapted(), found[0][kind]
+    before = weights(model)
+    losses = true_run(model, cut(rows(13, uneven=True), 8) * 2)
+    wanted = weights(model)
+    moved = {name for name in before if not torch.equal(before[name], wanted[name])}
+    assert moved == {name for name in before if "lora" in name}
+    assert first["loss"] == pytest.approx(losses, rel=1e-5)
+    assert difference(first["weights"], found[1][kind]["weights"]) == 0
+    assert difference(first["weights"], wanted) < 1e-4
+    assert all(torch.equal(first["weights"][name], before[name]) for name in before.keys() - moved)
 
 
 def test_predictions_come_in_the_order_of_the_data(found):

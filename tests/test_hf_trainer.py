@@ -14,6 +14,7 @@ import torch
 import transformers
 from hf_cases import (
     IGNORED,
+    RATE,
     arguments,
     cut,
     difference,
@@ -24,7 +25,7 @@ from hf_cases import (
     true_run,
     weights,
 )
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from samestep.errors import ConfigError, DataError, TrainingError
 from samestep.hf import Trainer, TrainingArguments
@@ -181,11 +182,32 @@ def test_data_shorter_than_a_window_is_a_window(tmp_path):
     assert difference(weights(model), weights(truth)) < 1e-12
 
 
+def test_d8_a_last_window_of_one_micro_batch_of_four_has_its_whole_gradient(tmp_path):
+    """Divided by four all the same, as accelerate's `accumulate` does, it would be a quarter. The optimizer is one that
+    sees the size of a gradient."""
+    data, model, truth = rows(10, uneven=True), tiny_llama(dtype=torch.float64), tiny_llama(dtype=torch.float64)
+    settings = {"gradient_accumulation_steps": 4, "num_train_epochs": 1}
+    settings |= {"optim": "sgd", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    trainer = Trainer(model=model, args=arguments(tmp_path, **settings), train_dataset=data)
+    trainer.train()
+    norms = []
+    for window in cut(data, 8):
+        total, targets = summed_loss(truth, window)
+        gradients = torch.autograd.grad(total / targets, list(truth.parameters()))
+        norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients)))
+        with torch.no_grad():
+            for parameter, gradient in zip(truth.parameters(), gradients, strict=True):
+                parameter -= RATE * gradient
+    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-12)
+    assert difference(weights(model), weights(truth)) < 1e-14
+
+
 def all_masked(samples):
     return [{**sample, "labels": torch.full_like(sample["labels"], IGNORED)} for sample in samples]
 
 
 def test_a_window_without_targets_changes_nothing(tmp_path):
+    """D11, and it is told."""
     data = rows(12, uneven=True)
     data[4:8] = all_masked(data[4:8])
     model, truth = tiny_llama(dtype=torch.float64), tiny_llama(dtype=torch.float64)
@@ -223,6 +245,7 @@ class _Spoilt(Trainer):
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "sgd"])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path):
+    """D11: no weight becomes NaN, and the schedule waits."""
     args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, optim=optimizer, lr_scheduler_type="linear")
     trainer = _Spoilt(model=tiny_llama(), args=args, train_dataset=rows(20))
     seen = []
@@ -279,6 +302,7 @@ def test_ways_to_run_the_passes(kind, tmp_path):
 
 
 def test_the_evaluation_loss_does_not_depend_on_the_batches(tmp_path):
+    """D12."""
     data, model = rows(7, uneven=True), tiny_llama()
     total, targets = summed_loss(model, data)
     for size in (1, 2, 7):
@@ -351,8 +375,45 @@ def test_a_signal_ends_the_run_with_a_save(tmp_path):
 
     args = arguments(tmp_path, max_steps=9, save_strategy="steps", save_steps=100)
     trainer = Trainer(model=tiny_llama(), args=args, train_dataset=rows(8), callbacks=[Signal])
-    assert trainer.train().global_step == 2
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 128 + signal.SIGTERM and trainer.state.global_step == 2
     assert (tmp_path / "checkpoint-2" / "complete.json").is_file()
+
+
+def test_an_interrupted_script_ends_where_it_would(tmp_path):
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    trainer = Trainer(
+        model=tiny_llama(), args=arguments(tmp_path, max_steps=9), train_dataset=rows(8), callbacks=[Signal]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    Trainer(model=tiny_llama(), args=args, train_dataset=rows(8)).train()
+    model = tiny_llama(seed=7)
+    found = Trainer(model=model, args=args, train_dataset=rows(8)).train(resume_from_checkpoint=True)
+    assert found.global_step == 2 and found.training_loss == found.metrics["train_loss"] == 0.0
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_a_look_up_misses_is_told(native, tmp_path):
+    data = rows(4)
+    data[1]["input_ids"][3] = 40
+    trainer = Trainer(model=tiny_llama(), args=arguments(tmp_path, max_steps=2), train_dataset=data, native=native)
+    with pytest.raises(DataError, match="token id 40, but the model knows 0 to 31"):
+        trainer.train()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, n_positions=6))
+    trainer = Trainer(model=model, args=arguments(tmp_path, max_steps=2), train_dataset=rows(4), native=native)
+    with pytest.raises(DataError, match=r"row has 8 tokens, but the model has 6 positions|positions 0 to 5"):
+        trainer.train()
 
 
 class OwnStep(Trainer):

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from samestep.config.load import dump
@@ -124,9 +125,15 @@ ORDER_INSIDE = {
 }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def imported_modules(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -177,11 +184,13 @@ def test_private_torch_is_used_in_one_file_only():
     """`torch._name`, `torch.a._name` and `torch.ops`, wherever they stand."""
     found = []
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-                private = node.attr.startswith("_") and not node.attr.startswith("__")
-                if private or ast.unparse(node).startswith("torch.ops."):
-                    found.append((path.name, ast.unparse(node)))
+        for node in nodes(path):
+            if not isinstance(node, ast.Attribute):
+                continue
+            name = ast.unparse(node)
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if name.startswith("torch.") and (private or name.startswith("torch.ops.")):
+                found.append((path.name, name))
     assert {name for name, _ in found} == {"torch_private.py"}, found
 
 

@@ -31,6 +31,8 @@ from samestep.run.trainer import Trainer
 from samestep.verify import parity
 from samestep.verify.layouts import parse_layouts
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 

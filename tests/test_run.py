@@ -416,7 +416,7 @@ def test_memory_does_not_grow_with_accumulation(tiny, workers):
     size = (
         "model.hidden_size=256",
         "model.intermediate_size=1024",
-        "model.seq_length=128",
+        "model.seq_length=64",
         "model.num_hidden_layers=3",
     )
     size += (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+import torch
 import transformers
 
 from samestep.errors import ConfigError, ConfigErrors
@@ -19,6 +20,8 @@ from samestep.errors import ConfigError, ConfigErrors
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
     """`transformers.TrainingArguments` and what samestep adds to them; the former alone will do as well.
+
+    Several processes on a machine without an accelerator train on its CPU, as if `use_cpu=True` had been written.
 
     Args:
         loss_normalization: `global_targets` divides the summed loss by the targets of the global batch, so that the
@@ -32,13 +35,18 @@ class TrainingArguments(transformers.TrainingArguments):
     max_consecutive_skipped_steps: int = field(default=0)
     data_parallel_shard: int = field(default=-1)
 
+    def __post_init__(self) -> None:
+        if _launched_ranks() > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+
 
 SUPPORTED = frozenset(
     """output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
     lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
     optim_target_modules gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
     fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
-    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_cache neftune_noise_alpha
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode neftune_noise_alpha
     torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
     trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
@@ -62,6 +70,7 @@ HARMLESS = {
     "ddp_static_graph": "there is no DDP",
     "save_on_each_node": "all ranks write to one file system",
     "logging_nan_inf_filter": "a step that is not finite is skipped, and its loss is in no mean",
+    "use_cache": "keys and values are kept for generation only",
     "do_train": "for scripts",
     "do_eval": "for scripts",
     "do_predict": "for scripts",
@@ -164,6 +173,13 @@ def check_native(args: transformers.TrainingArguments) -> None:
     for name, (is_wrong, reason) in refused.items():
         if is_wrong:
             raise ConfigError(f"does not go with native=True: {reason}", field=name, fix="leave it out, or native")
+    every = recompute_settings(args).get("every_n_layers", 1)
+    if not _is_count(every):
+        raise ConfigError(
+            f"{every!r} is no number of layers",
+            field="activation_checkpointing_kwargs.every_n_layers",
+            fix="write 1 or more",
+        )
 
 
 def recompute_settings(args: transformers.TrainingArguments) -> dict[str, Any]:
@@ -197,8 +213,21 @@ def _accelerator(config: Any) -> Iterator[ConfigError]:
             )
 
 
+def _launched_ranks() -> int:
+    """What a launcher such as torchrun says, which also says where the others are."""
+    count = os.environ.get("WORLD_SIZE", "1") if "MASTER_ADDR" in os.environ else "1"
+    return int(count) if count.isdecimal() else 1
+
+
 def _environment(args: transformers.TrainingArguments) -> Iterator[ConfigError]:
-    """What `accelerate launch` would have a run do."""
+    """What a launcher would have a run do."""
+    if _launched_ranks() > 1 and args.world_size == 1:
+        yield ConfigError(
+            f"{_launched_ranks()} processes were started, but each of them would train alone: transformers joins "
+            "processes on a CPU only where it is told to",
+            field="use_cpu",
+            fix="write use_cpu=True, or take TrainingArguments from samestep.hf",
+        )
     wanted = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if wanted not in ("no", precision(args)):
         yield ConfigError(

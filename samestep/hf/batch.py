@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,17 +92,17 @@ class ModelBatch:
         count = self.rows // 2
         samples = self.samples * count // self.rows
         seed = None if self.seed is None else random_key(self.seed, "half")  # they draw different masks
-        first = replace(self.part(0, count), samples=samples)
-        return first, replace(self.part(count, self.rows), samples=self.samples - samples, seed=seed)
+        first = replace(self.part(range(count)), samples=samples)
+        return first, replace(self.part(range(count, self.rows)), samples=self.samples - samples, seed=seed)
 
-    def part(self, start: int, stop: int) -> ModelBatch:
+    def part(self, rows: Sequence[int]) -> ModelBatch:
         """Some rows; each counts as a sample. All inputs must have one entry a row."""
-        return replace(self, inputs=_sliced(self.inputs, start, stop), samples=stop - start, notes={})
+        return replace(self, inputs=_chosen(self.inputs, list(rows)), samples=len(rows), notes={})
 
     def empty(self) -> ModelBatch:
         """A micro-batch with which a rank that has run out of samples joins in the passes of the others: inputs of this
         one, the first row alone where that can be had, that count for nothing."""
-        return replace(self.part(0, 1) if self.has_rows else self, samples=0, notes={})
+        return replace(self.part([0]) if self.has_rows else self, samples=0, notes={})
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -128,9 +128,12 @@ def _has_rows(value: Any, rows: int) -> bool:
     return not isinstance(value, list | tuple) or len(value) == rows
 
 
-def _sliced(value: Any, start: int, stop: int) -> Any:
+def _chosen(value: Any, rows: list[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.ndim else value
+        return value[rows] if value.ndim else value
     if isinstance(value, Mapping):
-        return {name: _sliced(entry, start, stop) for name, entry in value.items()}
-    return value[start:stop] if isinstance(value, list | tuple) else value
+        return {name: _chosen(entry, rows) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        chosen = [value[row] for row in rows]
+        return chosen if isinstance(value, list) else tuple(chosen)
+    return value

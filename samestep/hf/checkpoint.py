@@ -24,7 +24,7 @@ from torch import nn
 from samestep.errors import CheckpointError
 from samestep.hf.update import TorchUpdater
 from samestep.parallel.data import place
-from samestep.run.storage import defect, read_state, stored_tensors
+from samestep.run.storage import MARKER, defect, read_state, stored_tensors
 
 STATE_FILE = "samestep.json"
 OPTIMIZER = "optimizer"
@@ -100,7 +100,10 @@ def find(resume: str | Literal[True], root: Path) -> Resumed:
         path = Path(resume)
         problem = _problem(path)
         if problem:
-            raise CheckpointError(f"{path}: {problem}")
+            raise CheckpointError(
+                f"{path}: {problem}\n  fix: name the folder of another checkpoint, or write True for the newest one of "
+                "output_dir"
+            )
         return _opened(path, ())
     passed_over: list[str] = []
     for path in sorted(folders(root), key=_age, reverse=True):
@@ -118,13 +121,12 @@ def find(resume: str | Literal[True], root: Path) -> Resumed:
 def _problem(path: Path) -> str | None:
     if not path.is_dir():
         return "no such checkpoint"
-    problem = defect(path, OPTIMIZER)
-    if problem is None or (path / STATE_FILE).is_file() or not (path / "trainer_state.json").is_file():
-        return problem
-    return (
-        f"{problem}; it may be of transformers.Trainer, whose optimizer state is a pickle that samestep does not read "
-        "(its weights can be had with from_pretrained)"
-    )
+    if (path / "trainer_state.json").is_file() and not any((path / name).is_file() for name in (STATE_FILE, MARKER)):
+        return (
+            "it was written by transformers.Trainer, whose optimizer state is a pickle, which samestep does not read; "
+            "its weights can be had with from_pretrained, to begin a new run"
+        )
+    return defect(path, OPTIMIZER)
 
 
 def _opened(path: Path, passed_over: tuple[str, ...]) -> Resumed:
@@ -187,6 +189,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the weights could not be read: {error}") from error
     _load_converted(model, targets, folder)
+
+
+def correct_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Let the `config.json` of a folder, if there is one, name the dtype of the weights in it."""
+    file = folder / "config.json"
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _names(file: Path) -> list[str]:

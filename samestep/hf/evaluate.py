@@ -189,12 +189,12 @@ class Evaluation:
                 predictions=predictions, label_ids=labels, losses=arrays["losses"], inputs=arrays["inputs"]
             )
             self._metrics = trainer.compute_metrics(whole)
-        metrics = denumpify_detensorize(self._metrics)
-        if self._mesh.any(self._has_loss):
-            metrics[f"{prefix}_loss"] = self._totals.loss()
+        loss = {f"{prefix}_loss": self._totals.loss()} if self._mesh.any(self._has_loss) else {}
+        own = denumpify_detensorize(self._metrics)
+        own = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in own.items()}
+        metrics = loss | own | loss  # the first place, and the last word
         if hasattr(trainer, "model_preparation_time"):
             metrics[f"{prefix}_model_preparation_time"] = trainer.model_preparation_time
-        metrics = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
         return EvalLoopOutput(predictions, labels, metrics, _samples(loader, self._seen, self._mesh))
 
 

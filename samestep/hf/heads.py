@@ -172,8 +172,9 @@ class CausalHead(TokenHead):
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         if isinstance(mask, Tensor) and mask.shape == labels.shape:
             targets = targets.masked_fill((mask != 0).cumsum(-1) == 0, IGNORE)
-        if isinstance(positions, Tensor) and positions.shape == labels.shape:
-            targets = targets.masked_fill(F.pad(positions.diff() <= 0, (0, 1)), IGNORE)
+        if isinstance(positions, Tensor) and positions.shape in (labels.shape, (1, labels.shape[-1])):
+            begins = F.pad(positions.diff() <= 0, (0, 1))  # one row of positions may stand for all
+            targets = targets.masked_fill(begins.expand_as(labels), IGNORE)
         return targets
 
     def own_inputs(self, inputs: Inputs) -> Inputs:

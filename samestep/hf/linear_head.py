@@ -73,7 +73,7 @@ def cross_entropy_by(run: Callable[[], Any], head: nn.Linear, targets: Tensor, s
                 label_smoothing=smoothing,
                 loss_dtype=wide(hidden.dtype),
             )
-        return total.view(1, 1, 1)
+        return total.expand(1, 1, 1).clone()  # FSDP warns of views
 
     with _replaced(head, summed):
         outputs = run()

@@ -240,8 +240,8 @@ class LossObjective:
                 f"your loss should be divided by num_items_in_batch, but {what}: its sum over the global batch is not "
                 "known, and would depend on how the batch is split",
                 field="loss_is_scaled_for_ga",
-                fix="return sum / num_items_in_batch, or set loss_is_scaled_for_ga = False for a mean over the targets "
-                "of the micro-batch",
+                fix="return sum / num_items_in_batch (reduction='sum'), or set loss_is_scaled_for_ga = False for a "
+                "plain mean over the targets of the micro-batch, without class weights",
             )
         name = type(self._passes.model).__name__
         return ConfigError(
@@ -254,7 +254,8 @@ class LossObjective:
 
 _NO_MEAN = (
     "loss_is_scaled_for_ga is False, so the loss should be the mean over the targets of its micro-batch, but it is "
-    "not: weighing it by their number does not give the loss of the whole batch, and the step depends on the split"
+    "not (a mean with class weights is none): weighing it by their number does not give the loss of the whole batch, "
+    "and the step depends on the split. Return the sum (reduction='sum') / num_items_in_batch instead"
 )
 _MIXED = (
     "loss_is_scaled_for_ga is True, but a part of the loss is not divided by num_items_in_batch: it is added once for "

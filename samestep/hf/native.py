@@ -8,13 +8,15 @@ depend on how the global batch is split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from samestep.config.huggingface import spec_from_hf
@@ -27,19 +29,21 @@ from samestep.hf.heads import CausalHead, Inputs, cross_entropy_sum
 from samestep.hf.probes import without_dropout
 from samestep.model.activations import compile_layers, recompute
 from samestep.model.decoder import Decoder
-from samestep.model.linear import cast_once
 from samestep.model.weights import from_hf, hf_place
 from samestep.ops import Precision
 from samestep.ops.precision import is_narrow
 from samestep.parallel.data import shard
 from samestep.parallel.mesh import Mesh
 from samestep.recompute import WHOLE
+from samestep.run.setup import around_passes
 
-FIELD = "native"
+_FIELD = "native"
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What padding-free collators add, which says no more than `position_ids` do."""
 _HEAD = "lm_head"
+_PROBED, _COMPARED = 512, 16
+"""Positions of the first check, and how many of the last ones have their logits compared."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,19 @@ class NativeBatch(Batch):
         return whole
 
 
-def native_batch(inputs: Inputs, max_positions: int, *, first: int = 0, dropout_key: int = 0) -> NativeBatch:
+def native_batch(
+    inputs: Inputs, max_positions: int, *, samples: int = 1, first: int = 0, dropout_key: int = 0
+) -> NativeBatch:
     """Lay the documents of a collated batch end to end; where they have one length, a row each.
 
-    A row is a document, but for its padding. In rows without `attention_mask` a document begins wherever
-    `position_ids` do not go on, as transformers has it. A single row of several documents holds as many samples.
+    A row is a sample and, but for its padding, a document. In rows without `attention_mask` a document begins wherever
+    `position_ids` do not go on, as transformers has it.
 
     Args:
         inputs: on the CPU; without labels nothing is a target.
         max_positions: of the model.
+        samples: that the data collator was given. If it laid them into one row, each document of that row is one; where
+            there are more, its dropout is named by the row, so that it depends on the split.
         first: number of the first sample in the global batch, which names it for dropout.
         dropout_key: of the step.
 
@@ -89,7 +97,7 @@ def native_batch(inputs: Inputs, max_positions: int, *, first: int = 0, dropout_
     if positions is None:
         numbers = (taken.cumsum(1) - 1).clamp(min=0)
     else:
-        numbers = positions.cpu().expand_as(ids)
+        numbers = positions.cpu().expand_as(ids).clamp(min=0)
     largest = int(numbers[taken].max())
     if largest >= max_positions:
         raise DataError(
@@ -99,16 +107,17 @@ def native_batch(inputs: Inputs, max_positions: int, *, first: int = 0, dropout_
     begins = numbers.diff(prepend=numbers[:, :1] - 1) != 1
     if mask is not None or positions is None:
         begins = torch.zeros_like(taken)
-    samples = []
+    rows = []
     for row in range(len(ids)):
         here = taken[row]
         arrays = (ids[row][here], targets[row][here], begins[row][here].cumsum(0), numbers[row][here])
-        samples.append(Sample(*(array.numpy() for array in arrays)))
-    if len(samples) == 1:
-        samples = _documents(samples[0])
-    layout = "padded" if len({len(sample) for sample in samples}) == 1 else "packed"
-    places = range(first, first + len(samples))
-    return NativeBatch(**vars(collate(samples, places, layout, dropout_key)), taken=taken)
+        rows.append(Sample(*(array.numpy() for array in arrays)))
+    if len(rows) == 1 < samples:
+        documents = _documents(rows[0])
+        rows = documents if len(documents) <= samples else rows
+    layout = "padded" if len({len(row) for row in rows}) == 1 else "packed"
+    places = range(first, first + len(rows))
+    return NativeBatch(**vars(collate(rows, places, layout, dropout_key)), taken=taken)
 
 
 def _check_inputs(inputs: Inputs) -> None:
@@ -135,13 +144,9 @@ def _targets(inputs: Inputs, ids: Tensor) -> Tensor:
 
 def _documents(row: Sample) -> list[Sample]:
     """Those of one row, each as a sample of its own."""
-    arrays = [torch.from_numpy(array) for array in (row.input_ids, row.labels, row.documents, row.positions)]
-    sizes = arrays[2].unique_consecutive(return_counts=True)[1].tolist()
-    parts = zip(*(array.split(sizes) for array in arrays), strict=True)
-    return [
-        Sample(ids.numpy(), labels.numpy(), torch.zeros_like(ids).numpy(), numbers.numpy())
-        for ids, labels, _, numbers in parts
-    ]
+    edges = np.flatnonzero(np.diff(row.documents)) + 1
+    parts = zip(*(np.split(array, edges) for array in (row.input_ids, row.labels, row.positions)), strict=True)
+    return [Sample(ids, labels, np.zeros_like(ids), positions) for ids, labels, positions in parts]
 
 
 class NativeModel:
@@ -161,11 +166,11 @@ class NativeModel:
     """
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device):
-        self._model = model
+        self._model: Any = model
         self.spec = _spec_of(model)
         self.precision = _precision(model, precision)
-        stored = self.precision.params
-        self._check_logits(_precision(model, "no") if precision != "no" else self.precision, stored)
+        self._lent: list[nn.Parameter] = []
+        self._check_logits(_precision(model, "no"))
         self.decoder = self._made(self.precision, device)
         self._is_sharded = False
 
@@ -178,18 +183,24 @@ class NativeModel:
             decoder = Decoder(self.spec, precision)
         self._lend(decoder)
         decoder.reset_buffers(device)
+        decoder.embed_tokens.padding_idx = self._model.get_input_embeddings().padding_idx
         return decoder
 
     def refresh(self) -> None:
-        """Before a pass: weights that the model keeps joined or transposed (gpt2) are views of its own, and the mode is
-        the model's."""
+        """Before a pass: the decoder is in the mode of the model, and has the parameters that it has by now. Those that
+        the model keeps joined or transposed (gpt2) are views, made anew."""
         if self.decoder.training != self._model.training:
             self.decoder.train(self._model.training)
-        if self._keeps_joined:
+        if not self._is_sharded and (self._keeps_joined or not self._is_up_to_date()):
             self._lend(self.decoder)
+
+    def _is_up_to_date(self) -> bool:
+        now = list(self._model.parameters())
+        return len(now) == len(self._lent) and all(a is b for a, b in zip(now, self._lent, strict=True))
 
     def _lend(self, decoder: Decoder) -> None:
         weights = from_hf(dict(self._model.named_parameters()), self.spec)
+        self._lent = list(self._model.parameters())
         for name, weight in weights.items():
             _put(decoder, name, weight)
         if self.spec.tied:
@@ -219,9 +230,13 @@ class NativeModel:
         if self.spec.tied:
             _put(self._model, f"{_HEAD}.weight", self.decoder.loss_head.weight)
 
-    def casts_once(self) -> AbstractContextManager[None]:
-        """For the passes of a step: weights that are rounded for each product are rounded once."""
-        return nullcontext() if self._is_sharded else cast_once(self.decoder)
+    @contextmanager
+    def around_passes(self) -> Iterator[None]:
+        """Around the passes of a training step: weights that are rounded for each product are rounded once."""
+        self._model.train()
+        self.refresh()
+        with around_passes(self.decoder, not self._is_sharded, not self._is_sharded):
+            yield
 
     def recompute(self, every: int) -> None:
         """Keep only the inputs of every `every`-th layer, and run it again in the backward pass."""
@@ -232,26 +247,38 @@ class NativeModel:
         compile_layers(self.decoder)
 
     @torch.no_grad()
-    def _check_logits(self, precision: Precision, stored: torch.dtype) -> None:
+    def _check_logits(self, precision: Precision) -> None:
         """Whoever changed the model - an adapter, a hook, another forward - is not passed over."""
         spec, model = self.spec, self._model
+        rates = {rate for module in model.modules() if (rate := _dropout_rate(module)) is not None}
+        off = sorted(rates - {spec.hidden_dropout, spec.attention_dropout})
+        if off:
+            raise ConfigError(
+                f"a module of the model has the dropout rate {off[0]}, which its config.json does not tell",
+                field=_FIELD,
+                fix="set it in the configuration that the model is made from",
+            )
         device = next(model.parameters()).device
-        size = min(16, spec.max_positions)
-        ids = (torch.arange(2 * size) * 7 % spec.vocab_size).view(2, size)
+        ids = (torch.arange(min(_PROBED, spec.max_positions)) * 7 % spec.vocab_size)[None]
         decoder = self._made(precision, device).eval()
         with without_dropout(model):
-            wanted = model(input_ids=ids.to(device), use_cache=False).logits
-        batch = native_batch({"input_ids": ids}, spec.max_positions)
-        found = decoder.logits(batch.to(device)).to(wanted.dtype)
-        bound = 3e-2 if is_narrow(stored) else 1e-4
-        off = (found - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6)
-        if not off <= bound:
+            wanted = model(input_ids=ids.to(device), use_cache=False, logits_to_keep=_COMPARED).logits
+        hidden = decoder(native_batch({"input_ids": ids}, spec.max_positions).to(device)).hidden
+        found = decoder.loss_head.logits(hidden[:, -_COMPARED:]).to(wanted.dtype)
+        bound = 3e-2 if is_narrow(precision.params) else 1e-4
+        share = (found - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6)
+        if not share <= bound:
             raise ConfigError(
-                f"the decoder gives other logits than this {type(model).__name__} ({off:.1e} of the largest): "
+                f"the decoder gives other logits than this {type(model).__name__} ({share:.1e} of the largest): "
                 "something was changed in it that its config.json does not tell",
-                field=FIELD,
+                field=_FIELD,
                 fix="write native=False",
             )
+
+
+def _dropout_rate(module: nn.Module) -> float | None:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", None)
+    return rate if isinstance(rate, float) else None
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
@@ -269,22 +296,29 @@ def _spec_of(model: nn.Module) -> ModelSpec:
     known = {family.architecture for family in FAMILIES.values()}
     if name not in known or type(model) is not getattr(transformers, name):
         raise ConfigError(
-            f"the decoder has no {name}; it has {', '.join(sorted(known))}", field=FIELD, fix="write native=False"
+            f"the decoder has no {name}; it has {', '.join(sorted(known))}", field=_FIELD, fix="write native=False"
         )
     weights = dict(model.named_parameters())
     try:
-        spec = resolve_model(ModelConfig(seq_length=1, **spec_from_hf(config.to_dict())))
+        found = spec_from_hf(config.to_dict())
+        del found["initializer_range"]  # which may be anything, and means nothing here
+        spec = resolve_model(ModelConfig(seq_length=1, **found))
         from_hf(weights, spec)
     except ConfigError as error:
-        raise ConfigError(f"{error.field}: {error.reason}", field=FIELD, fix="write native=False") from error
+        raise ConfigError(f"{error.field}: {error.reason}", field=_FIELD, fix="write native=False") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"{problem['loc'][0]}: {problem['msg']}", field=_FIELD, fix="write native=False") from error
     except CheckpointError as error:
         raise ConfigError(
-            f"{error} (adapters and quantized weights are none of the decoder's)", field=FIELD, fix="write native=False"
+            f"{error} (adapters and quantized weights are none of the decoder's)",
+            field=_FIELD,
+            fix="write native=False",
         ) from error
     if spec.tied and f"{_HEAD}.weight" in weights:
         raise ConfigError(
             "config.json ties the head to the embedding, but they are two weights",
-            field=FIELD,
+            field=_FIELD,
             fix="call model.tie_weights(), or set model.config.tie_word_embeddings = False",
         )
     return spec
@@ -295,7 +329,7 @@ def _precision(model: nn.Module, wanted: str) -> Precision:
     dtypes, places = {w.dtype for w in weights}, {w.device for w in weights}
     if len(dtypes) > 1 or len(places) > 1:
         found = ", ".join(sorted(map(str, dtypes if len(dtypes) > 1 else places)))
-        raise ConfigError(f"the weights are of several kinds: {found}", field=FIELD, fix="load them as one")
+        raise ConfigError(f"the weights are of several kinds: {found}", field=_FIELD, fix="load them as one")
     stored = dtypes.pop()
     if stored == torch.float64:
         if wanted != "no":

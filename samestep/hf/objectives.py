@@ -255,8 +255,8 @@ class HeadObjective:
         """A few rows with targets; of a causal language model, a few positions."""
         if batch.has_rows and batch.samples:
             rows = range(batch.rows)
-            first = next((r for r in rows if all(self.head.counts(batch.part(r, r + 1).inputs).values())), 0)
-            batch = batch.part(first, min(first + 2, batch.rows))
+            first = next((r for r in rows if all(self.head.counts(batch.part([r]).inputs).values())), 0)
+            batch = batch.part(range(first, min(first + 2, batch.rows)))
         labels = batch.inputs.get("labels")
         if not isinstance(self.head, CausalHead) or not isinstance(labels, Tensor):
             return batch

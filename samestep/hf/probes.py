@@ -72,7 +72,8 @@ Parts = Sequence[tuple[ModelBatch, int]]
 def parted(batch: ModelBatch, name: str, items: Callable[[Mapping[str, Any]], int], can_mask: bool) -> Parts | None:
     """The targets of a micro-batch in two parts, of about one and two thirds; None where there is no way to part them.
 
-    Targets of positions are masked, with the same inputs. Others are parted by rows.
+    Targets of positions are masked, with the same inputs. Others are parted by rows. Classes are sorted, so that a loss
+    that weighs them is seen to do so.
 
     Args:
         name: of the input that holds the targets.
@@ -83,6 +84,7 @@ def parted(batch: ModelBatch, name: str, items: Callable[[Mapping[str, Any]], in
     parts: list[ModelBatch] = []
     if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim > 1:
         kept = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+        kept = kept[labels.flatten()[kept].argsort(stable=True)]
         if len(kept) > 1 and (can_mask or len(kept) < labels.numel()):
             first, rest = labels.flatten().clone(), labels.flatten().clone()
             cut = max(1, len(kept) // 3)
@@ -90,8 +92,11 @@ def parted(batch: ModelBatch, name: str, items: Callable[[Mapping[str, Any]], in
             rest[kept[:cut]] = IGNORE
             parts = [batch.with_inputs(**{name: part.view_as(labels)}) for part in (first, rest)]
     if not parts and batch.has_rows and batch.rows > 1:
+        rows = list(range(batch.rows))
+        if isinstance(labels, Tensor) and labels.shape == (batch.rows,):
+            rows = labels.argsort(stable=True).tolist()
         cut = max(1, batch.rows // 3)
-        parts = [batch.part(0, cut), batch.part(cut, batch.rows)]
+        parts = [batch.part(rows[:cut]), batch.part(rows[cut:])]
     counted = [(part, items(part.inputs)) for part in parts]
     return counted if counted and all(count for _, count in counted) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from samestep.config.training import LossScaleConfig
+from samestep.data.batch import Batch
 from samestep.errors import ConfigError, DataError, TrainingError
 from samestep.hf import checkpoint
 from samestep.hf.arguments import check_warmup, precision, recompute_settings, setting
@@ -37,10 +39,18 @@ from samestep.ops.gradient_sink import GradientSink
 from samestep.run.checkpoint import random_states, set_random_states
 from samestep.run.loop import Loop, Pace, RunState, Work
 from samestep.run.storage import write_folder
+from samestep.step.recovery import Advice
 from samestep.step.scaler import LossScaler
 from samestep.step.step import OVERFLOW, StepReport, TrainStep
 
 logger = logging.get_logger(__name__)
+
+_ADVICE = Advice(
+    "cut the rows shorter (max_length of the tokenizer), or write activation_checkpointing=True, bf16=True, or on "
+    "several ranks fsdp=True",
+    "lower per_device_train_batch_size and raise gradient_accumulation_steps as much, which changes no step, and go on "
+    "with train(resume_from_checkpoint=True)",
+)
 
 
 class _LossLog:
@@ -205,24 +215,20 @@ class Run:
         if args.save_strategy != "no" and not args.save_only_model:
             self.updater.groups()
             schedule_state(trainer.lr_scheduler)
-        is_whole = self.mesh.weights is None
-        self._sink = GradientSink(parameters, dtype, can_resume=is_whole)
-        runs = model
-        if trainer.native is not None:
-            runs = trainer.native.decoder
-            runs.sparse_tables = is_whole
+        self._sink = GradientSink(parameters, dtype, can_resume=self.mesh.weights is None)
         self.step = TrainStep(
-            runs,
+            trainer.runs,
             trainer.loss_objective,
             self.updater,
             self._sink,
-            Reduction(runs, self.mesh, dtype),
+            Reduction(trainer.runs, self.mesh, dtype),
             self.mesh,
             max_norm=args.max_grad_norm or None,
             loss_dtype=dtype,
             micro_batch_mean=setting(args, "loss_normalization") == "micro_batch_mean",
-            around_passes=trainer.native.casts_once if trainer.native else nullcontext,
+            around_passes=trainer.native.around_passes if trainer.native else nullcontext,
             scaler=LossScaler(LossScaleConfig()) if precision(args) == "fp16" else None,
+            advice=_ADVICE,
         )
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = model, trainer.optimizer, trainer.lr_scheduler
@@ -245,9 +251,30 @@ class Run:
         trainer = self.trainer
         self._started = time.time()
         self.loop.run()
+        number = max(self.mesh.gather(self.loop.stop_signal or 0))
+        if number:
+            self._stop(number)
         return TrainOutput(trainer.state.global_step, self._metrics["train_loss"], self._metrics)
 
+    def _stop(self, number: int) -> None:
+        """End the script as the signal would have, had it come to anyone else."""
+        if self.state.step >= self.steps:
+            how_on = "which was the last"
+        elif self.args.save_strategy == "no":
+            how_on = "nothing was saved"
+        elif self.args.save_only_model:
+            how_on = "its weights are saved, from which a new run can begin"
+        else:
+            how_on = "go on with train(resume_from_checkpoint=True)"
+        if self.mesh.is_first:
+            logger.warning(f"stopped after step {self.state.step} of {self.steps}; {how_on}")
+        if number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+        raise KeyboardInterrupt
+
     def _begin(self) -> None:
+        if self.state.step >= self.steps and self.mesh.is_first:
+            logger.warning(f"all {self.steps} steps of this run were taken before: there is nothing to train")
         if self.args.eval_on_start:
             self._measure(moves_schedule=False)
 
@@ -286,12 +313,18 @@ class Run:
             self.trainer.optimizer.train()
         self.state.step += 1
         positions = float(sum(batch.positions for batch in batches if batch.samples))
-        return self.step(
-            batches,
-            on_micro_batch=lambda index, sums: self.loop.tell("on_micro_batch", index, sums),
-            on_gradients=lambda gradients: self.loop.tell("on_gradients", gradients),
-            tell=lambda: (self.loop.stop_asked, positions),
-        )
+        try:
+            return self.step(
+                batches,
+                on_micro_batch=lambda index, sums: self.loop.tell("on_micro_batch", index, sums),
+                on_gradients=lambda gradients: self.loop.tell("on_gradients", gradients),
+                tell=lambda: (self.loop.stop_asked, positions),
+            )
+        except IndexError as error:
+            reason = None if hasattr(error, "__notes__") else _out_of_range(self.trainer.model, batches)
+            if reason is None:  # or a listener's own mistake
+                raise
+            raise DataError(reason) from error
 
     def _filled(self, window: Window) -> list[Any]:
         """The micro-batches of this rank, as many as every other has."""
@@ -493,7 +526,7 @@ class Run:
         samples = steps * trainer.shape.samples
         metrics = speed_metrics("train", self._started, num_samples=samples, num_steps=steps)
         metrics["total_flos"] = trainer.state.total_flos
-        metrics["train_loss"] = self._all.mean
+        metrics["train_loss"] = self._all.mean if steps else 0.0
         trainer._memory_tracker.stop_and_update_metrics(metrics)
         trainer.log(metrics)
         self._metrics = metrics
@@ -523,6 +556,35 @@ def _follows_metric(schedule: Any) -> bool:
 def _flops_per_token(model: Any) -> int:
     """Of a forward and a backward pass, as transformers counts them: 6 a weight outside of the embeddings."""
     return 6 * model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+
+
+def _out_of_range(model: Any, batches: list[Any]) -> str | None:
+    """Why a look-up may have failed: there is a table of token ids, and one of positions."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    size = model.get_input_embeddings().num_embeddings
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for batch in batches:
+        is_native = isinstance(batch, Batch)
+        tensors = {"input_ids": batch.input_ids, "labels": batch.labels} if is_native else batch.inputs
+        ids, labels = tensors.get("input_ids"), tensors.get("labels")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            continue
+        found = {"token id": ids}
+        if isinstance(labels, torch.Tensor) and labels.shape == ids.shape and not labels.is_floating_point():
+            found["label"] = labels
+        for kind, tensor in found.items():
+            if int(tensor.max()) >= size:
+                return (
+                    f"a micro-batch has the {kind} {int(tensor.max())}, but the model knows 0 to {size - 1}\n"
+                    "  fix: use the tokenizer of the model, or model.resize_token_embeddings(len(tokenizer))"
+                )
+        if not is_native and isinstance(positions, int) and ids.shape[1] > positions:
+            return (
+                f"a row has {ids.shape[1]} tokens, but the model has {positions} positions\n"
+                "  fix: cut the rows shorter (max_length of the tokenizer)"
+            )
+    return None
 
 
 def _recompute(model: Any, settings: dict[str, Any]) -> None:

@@ -157,13 +157,7 @@ class Trainer(transformers.Trainer):
                 fix="leave it out, or override compute_loss instead",
             )
         if native:
-            check_native(args)
-            if compute_loss_func is not None or _overrides(self, "compute_loss") or _overrides(self, "training_step"):
-                raise ConfigError(
-                    "a loss of your own needs the outputs of the model, which does not run",
-                    field="native",
-                    fix="write native=False",
-                )
+            _check_native(self, args, compute_loss_func)
         super().__init__(
             model=model,
             args=args,
@@ -229,6 +223,11 @@ class Trainer(transformers.Trainer):
             if self.native is not None and self.args.activation_checkpointing:
                 self.native.recompute(recompute_settings(self.args).get("every_n_layers", 1))
 
+    @property
+    def runs(self) -> nn.Module:
+        """What runs the passes."""
+        return self.model if self.native is None else self.native.decoder
+
     def _objective(self, kind: str) -> Any:
         if kind == "step":
             return StepObjective(self, self.eval_objective)
@@ -263,8 +262,10 @@ class Trainer(transformers.Trainer):
         """
         seed = self.args.seed
         if self.native is not None:
-            key, first = random_key("step", seed, step), place * self.shape.micro
-            return native_batch(inputs, self.native.spec.max_positions, first=first, dropout_key=key)
+            key, size = random_key("step", seed, step), self.shape.micro if step else 1
+            return native_batch(
+                inputs, self.native.spec.max_positions, samples=size, first=place * size, dropout_key=key
+            )
         return ModelBatch(inputs, find_batch_size(inputs) or 1, dropout_seed(seed, step, place) if step else None)
 
     # ---- data
@@ -374,7 +375,7 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train to the last step, or to the end of the step in which SIGINT or SIGTERM arrives, which ends with a save.
+        """Train to the last step. SIGINT and SIGTERM end the run after the step in which they arrive, with a save.
 
         Args:
             resume_from_checkpoint: True for the newest complete checkpoint in `output_dir`, or the path of one.
@@ -383,6 +384,7 @@ class Trainer(transformers.Trainer):
         Raises:
             CheckpointError: the run cannot go on from there.
             TrainingError: `max_consecutive_skipped_steps` was reached.
+            KeyboardInterrupt, SystemExit: after SIGINT, SIGTERM; the run is saved, unless `save_strategy` is `no`.
         """
         if trial is not None:
             raise ConfigError("hyperparameter search is not there", field="trial", fix="call train() for each trial")
@@ -434,7 +436,7 @@ class Trainer(transformers.Trainer):
         self.lay_out()
         evaluation = Evaluation(self, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output = evaluation.run(dataloader)
-        free(self.model)
+        free(self.runs)
         return output
 
     def prediction_step(
@@ -487,9 +489,25 @@ class Trainer(transformers.Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        dtypes = {tensor.dtype for tensor in (state_dict or {}).values() if tensor.is_floating_point()}
+        super()._save(output_dir, state_dict)
+        if len(dtypes) == 1:  # those of a sharded model, which transformers takes for one in the dtype of its shards
+            checkpoint.correct_dtype(Path(output_dir or str(self.args.output_dir)), dtypes.pop())
+
 
 def _overrides(trainer: Trainer, name: str) -> bool:
     return getattr(type(trainer), name) is not getattr(Trainer, name)
+
+
+def _check_native(trainer: Trainer, args: transformers.TrainingArguments, compute_loss_func: Any) -> None:
+    check_native(args)
+    if compute_loss_func is not None or _overrides(trainer, "compute_loss") or _overrides(trainer, "training_step"):
+        raise ConfigError(
+            "a loss of your own needs the outputs of the model, which does not run",
+            field="native",
+            fix="write native=False",
+        )
 
 
 def _check_overrides(kind: type) -> None:

@@ -18,16 +18,16 @@ class Context:
     """What every layer needs to know of the micro-batch. Tensors are int64 [rows, positions].
 
     Attributes:
-        rope_ids: row of the tables in `rope` for each token; None without rotary positions.
-        rope: cosines and sines.
+        rope: cosines and sines, tables or rows of them for each token; None without rotary positions.
+        rope_ids: row of the tables for each token; None where `rope` holds rows.
         spans: (row, start, stop) of every document, or None where each row is one document.
         token_keys: names of the positions for dropout; None where nothing is dropped.
         dropout_base: what the key of every dropout is made from, with its layer and site.
         cache: keys and values of earlier positions, for generation.
     """
 
-    rope_ids: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    rope_ids: torch.Tensor | None = None
     spans: tuple[tuple[int, int, int], ...] | None = None
     token_keys: torch.Tensor | None = None
     dropout_base: int = 0
@@ -109,6 +109,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
         if rope is not None:
-            assert rope_ids_BS is not None
             q_BSHD, k_BSKD = apply_rope(q_BSHD, *rope, rope_ids_BS), apply_rope(k_BSKD, *rope, rope_ids_BS)
         return q_BSHD, k_BSKD, v_BSKD

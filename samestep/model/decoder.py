@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -21,10 +23,12 @@ from samestep.ops import (
     linear_cross_entropy,
     logits,
     random_key,
+    rope_rows,
     rope_tables,
     token_keys,
     wide,
 )
+from samestep.torch_private import has_hooks
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Decoder(nn.Module):
     Parameters are made empty, on the current default device; `model.init.initialize` gives their first values.
 
     Attributes:
-        sparse_tables: whether the gradients of the tables are sparse where they can be, which a `GradientSink` takes.
+        sparse_tables: see the function of that name.
     """
 
     embed_tokens: nn.Embedding
@@ -174,14 +178,18 @@ class Decoder(nn.Module):
         spec = self.spec
         if spec.learned_positions:
             return Context()
+        rope_ids_BS = position_ids_BS
         if not self._dynamic:
-            return Context(position_ids_BS, (self.rope_cos, self.rope_sin))
-        assert spec.rope_scaling is not None and lengths_BS is not None
-        tables = dynamic_rope_tables(
-            position_ids_BS, lengths_BS, spec.head_dim, spec.rope_theta, self.precision.rotary, spec.rope_scaling
-        )
-        every_token = torch.arange(position_ids_BS.numel(), device=position_ids_BS.device)
-        return Context(every_token.view_as(position_ids_BS), tables)
+            tables = self.rope_cos, self.rope_sin
+        else:
+            assert spec.rope_scaling is not None and lengths_BS is not None
+            tables = dynamic_rope_tables(
+                position_ids_BS, lengths_BS, spec.head_dim, spec.rope_theta, self.precision.rotary, spec.rope_scaling
+            )
+            rope_ids_BS = torch.arange(position_ids_BS.numel(), device=position_ids_BS.device).view_as(position_ids_BS)
+        if position_ids_BS.is_cpu:
+            return Context(rope_rows(*tables, rope_ids_BS))
+        return Context(tables, rope_ids_BS)
 
     def _hidden(self, input_ids_BS: torch.Tensor, position_ids_BS: torch.Tensor, context: Context) -> torch.Tensor:
         x_BSC = self._rows(self.embed_tokens, input_ids_BS)
@@ -199,7 +207,18 @@ class Decoder(nn.Module):
     def _rows(self, table: nn.Embedding, ids_BS: torch.Tensor) -> torch.Tensor:
         # Widened before the look-up: its backward adds up all occurrences of a row in the dtype of the table.
         weight = table.weight.to(wide(self.precision.embedding))
-        return embedding(weight, ids_BS, sparse=self.sparse_tables and weight is table.weight and weight.is_cpu)
+        sparse = self.sparse_tables and weight is table.weight and weight.is_cpu and not has_hooks(weight)
+        return embedding(weight, ids_BS, padding_idx=table.padding_idx, sparse=sparse)
+
+
+@contextmanager
+def sparse_tables(model: Decoder) -> Iterator[None]:
+    """Inside, gradients of the tables are sparse tensors where they can be: for a `GradientSink` on whole weights."""
+    model.sparse_tables = True
+    try:
+        yield
+    finally:
+        model.sparse_tables = False
 
 
 def _table(rows: int, spec: ModelSpec, precision: Precision) -> nn.Embedding:

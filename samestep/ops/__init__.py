@@ -17,7 +17,7 @@ from samestep.ops.dropout import attention_dropout_mask, dropout, dropout_mask, 
 from samestep.ops.embedding import embedding
 from samestep.ops.norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm, get_norm_cls
 from samestep.ops.precision import Precision, has_native_matmul, linear, parse_dtype, reference_linear, wide
-from samestep.ops.rope import apply_rope, dynamic_rope_tables, reference_rope, rope_tables
+from samestep.ops.rope import apply_rope, dynamic_rope_tables, reference_rope, rope_rows, rope_tables
 
 __all__ = [
     "ACTIVATION_MAP",
@@ -51,6 +51,7 @@ __all__ = [
     "reference_rope",
     "reference_silu",
     "reference_swiglu",
+    "rope_rows",
     "rope_tables",
     "swiglu",
     "token_keys",

@@ -12,27 +12,35 @@ from torch.autograd.function import once_differentiable
 
 class _Lookup(torch.autograd.Function):
     """Its gradient names the rows that were looked up, and no others: a dense one is as large as the table, and costs
-    as much for one token as for all of them."""
+    as much for one token as for all of them. Occurrences of a row are added up first, in their order, as PyTorch's
+    dense gradient does, so that both give the same bits."""
 
     @staticmethod
-    def forward(ctx: Any, table_VC: Tensor, ids: Tensor) -> Tensor:
+    def forward(ctx: Any, table_VC: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape = table_VC.shape
+        ctx.shape, ctx.padding_idx = table_VC.shape, padding_idx
         return F.embedding(ids, table_VC)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        rows = grad.reshape(-1, ctx.shape[1])
-        return torch.sparse_coo_tensor(ids.reshape(1, -1), rows, ctx.shape, check_invariants=False), None
+        ids_N, rows_NC = ctx.saved_tensors[0].flatten(), grad.reshape(-1, ctx.shape[1])
+        if ctx.padding_idx is not None:
+            rows_NC = rows_NC.masked_fill((ids_N == ctx.padding_idx)[:, None], 0)
+        named_K, place_N = ids_N.unique(return_inverse=True)
+        sums_KC = rows_NC.new_zeros(len(named_K), ctx.shape[1]).index_add_(0, place_N, rows_NC)
+        gradient = torch.sparse_coo_tensor(named_K[None], sums_KC, ctx.shape, check_invariants=False, is_coalesced=True)
+        return gradient, None, None
 
 
-def embedding(table_VC: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
+def embedding(table_VC: Tensor, ids: Tensor, *, padding_idx: int | None = None, sparse: bool = False) -> Tensor:
     """`table[ids]`, int64 `[...]` -> `[..., C]`.
 
     Args:
+        padding_idx: a row that gets no gradient, as of `torch.nn.Embedding`.
         sparse: the gradient of the table is a sparse tensor, which whoever adds up gradients must be able to take. For
             CPUs: a GPU would be asked for the number of its rows.
     """
-    return _Lookup.apply(table_VC, ids) if sparse else F.embedding(ids, table_VC)
+    if sparse:
+        return _Lookup.apply(table_VC, ids, padding_idx)
+    return F.embedding(ids, table_VC, padding_idx=padding_idx)

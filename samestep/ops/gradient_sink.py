@@ -53,15 +53,19 @@ class GradientSink:
             if name in self._complete:
                 parameter.grad = None
                 return
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:  # autograd adds those that follow to it in place
+                parameter.grad = None  # what is not in memory has not been reached
+                parameter.grad = gradient.to_dense()
             self._reached.add(name)
-            parameter.grad = _dense(parameter.grad)  # autograd adds those that follow to it in place
 
         return note
 
     def _adder(self, name: str):
         def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
             if name not in self._complete:
-                gradient = _dense(parameter.grad)
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 if name in self._buffers:
                     self._buffers[name].add_(gradient)
                 else:
@@ -118,11 +122,6 @@ class GradientSink:
         self._buffers.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
-
-
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class ExactSink:

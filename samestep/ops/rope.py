@@ -116,45 +116,51 @@ def _yarn(exponents_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     return 1.0 / (scaling.factor * powers_R) * (1 - kept_R) + 1.0 / powers_R * kept_R
 
 
-def _rotate(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor, direction: float) -> Tensor:
-    # Tables of a low dtype ask for arithmetic that rounds to it, which the kernel does not do.
-    if cos_PR.dtype is torch.float32 and use_triton(x_BSHD.device, x_BSHD.dtype):
-        from samestep.ops import triton_kernels  # late: needs Triton
+def rope_rows(cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the tables for each token, `[B, S, D]`: cosines twice, and sines with the sign of each half. What one
+    look-up gives serves all layers; kernels on a GPU need none."""
+    cos_BSR, sin_BSR = cos_PR[position_ids_BS], sin_PR[position_ids_BS]
+    return torch.cat([cos_BSR, cos_BSR], -1), torch.cat([-sin_BSR, sin_BSR], -1)
 
-        return triton_kernels.rope(x_BSHD, cos_PR, sin_PR, position_ids_BS, direction)
-    cos_BS1R, sin_BS1R = cos_PR[position_ids_BS].unsqueeze(2), sin_PR[position_ids_BS].unsqueeze(2)
-    x_BSHD, dtype = x_BSHD.to(cos_BS1R.dtype), x_BSHD.dtype
-    first, second = x_BSHD.chunk(2, -1)
-    out_BSHD = x_BSHD.clone(memory_format=torch.contiguous_format)
-    out_first, out_second = out_BSHD.chunk(2, -1)
-    out_first.mul_(cos_BS1R).addcmul_(second, sin_BS1R, value=-direction)
-    out_second.mul_(cos_BS1R).addcmul_(first, sin_BS1R, value=direction)
-    return out_BSHD.to(dtype)
+
+def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None, backwards: bool) -> Tensor:
+    if position_ids_BS is not None:
+        # Tables of a low dtype ask for arithmetic that rounds to it, which the kernel does not do.
+        if cos.dtype is torch.float32 and use_triton(x_BSHD.device, x_BSHD.dtype):
+            from samestep.ops import triton_kernels  # late: needs Triton
+
+            return triton_kernels.rope(x_BSHD, cos, sin, position_ids_BS, -1.0 if backwards else 1.0)
+        cos, sin = rope_rows(cos, sin, position_ids_BS)
+    x_wide = x_BSHD.to(cos.dtype)
+    signed_BS1D = (-sin if backwards else sin).unsqueeze(2)
+    # Whole rows: on halves of them, the loops inside of PyTorch are too short.
+    out_BSHD = x_wide.roll(x_BSHD.shape[-1] // 2, -1).mul_(signed_BS1D).addcmul_(x_wide, cos.unsqueeze(2))
+    return out_BSHD.to(x_BSHD.dtype)
 
 
 class _Rope(torch.autograd.Function):
     """Saves the tables and the positions, which all layers share; the gradient turns back by the same angle."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_PR, sin_PR, position_ids_BS)
-        return _rotate(x_BSHD, cos_PR, sin_PR, position_ids_BS, 1.0)
+    def forward(ctx: Any, x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None) -> Tensor:
+        ctx.save_for_backward(cos, sin, position_ids_BS)
+        return _rotate(x_BSHD, cos, sin, position_ids_BS, backwards=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHD: Tensor) -> tuple[Tensor | None, ...]:
-        cos_PR, sin_PR, position_ids_BS = ctx.saved_tensors
-        return _rotate(grad_BSHD, cos_PR, sin_PR, position_ids_BS, -1.0), None, None, None
+        cos, sin, position_ids_BS = ctx.saved_tensors
+        return _rotate(grad_BSHD, cos, sin, position_ids_BS, backwards=True), None, None, None
 
 
-def apply_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> Tensor:
+def apply_rope(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None) -> Tensor:
     """Turns every head of every token by its position.
 
     Args:
         x_BSHD: queries or keys, any floating dtype.
-        cos_PR: from `rope_tables`; its dtype is the dtype of the arithmetic.
-        sin_PR: likewise.
-        position_ids_BS: int64 rows of the tables, below P.
+        cos: `[P, R]` from `rope_tables`, or `[B, S, D]` from `rope_rows`; its dtype is the dtype of the arithmetic.
+        sin: likewise.
+        position_ids_BS: int64 rows of the tables, below P; None with `rope_rows`.
 
     Returns:
         `[B, S, H, D]` in the dtype of x.
@@ -163,19 +169,23 @@ def apply_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: 
         ValueError: the head dimension does not fit the tables.
         IndexError: a position beyond the tables (on a CPU; a kernel on a GPU makes the token NaN).
     """
-    if x_BSHD.shape[-1] != 2 * cos_PR.shape[-1]:
-        raise ValueError(f"head dimension {x_BSHD.shape[-1]} does not fit tables of {cos_PR.shape[-1]} pairs")
+    pairs = cos.shape[-1] if position_ids_BS is not None else cos.shape[-1] // 2
+    if x_BSHD.shape[-1] != 2 * pairs:
+        raise ValueError(f"head dimension {x_BSHD.shape[-1]} does not fit tables of {pairs} pairs")
     if reference_ops():
-        return reference_rope(x_BSHD, cos_PR, sin_PR, position_ids_BS)
-    return _Rope.apply(x_BSHD, cos_PR, sin_PR, position_ids_BS)
+        return reference_rope(x_BSHD, cos, sin, position_ids_BS)
+    return _Rope.apply(x_BSHD, cos, sin, position_ids_BS)
 
 
-def reference_rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> Tensor:
+def reference_rope(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None) -> Tensor:
     """Twin of `apply_rope`: one 2 x 2 rotation matrix a pair, in float64."""
-    cos_BSR, sin_BSR = cos_PR[position_ids_BS].double(), sin_PR[position_ids_BS].double()
+    half = x_BSHD.shape[-1] // 2
+    if position_ids_BS is None:
+        cos_BSR, sin_BSR = cos[..., half:].double(), sin[..., half:].double()
+    else:
+        cos_BSR, sin_BSR = cos[position_ids_BS].double(), sin[position_ids_BS].double()
     rows = [torch.stack([cos_BSR, -sin_BSR], -1), torch.stack([sin_BSR, cos_BSR], -1)]
     rotation_BSRij = torch.stack(rows, -2)
-    half = x_BSHD.shape[-1] // 2
     pairs_BSHRj = torch.stack([x_BSHD[..., :half], x_BSHD[..., half:]], -1).double()
     turned_BSHRi = torch.einsum("bsrij,bshrj->bshri", rotation_BSRij, pairs_BSHRj)
     return torch.cat([turned_BSHRi[..., 0], turned_BSHRi[..., 1]], -1).to(x_BSHD.dtype)

@@ -45,13 +45,14 @@ class Display:
     """Progress of one run.
 
     Args:
-        interval: steps between plain lines where the output is no terminal.
+        interval: steps between plain lines where the output is no terminal; the first step has one as well.
     """
 
     def __init__(self, total_steps: int, interval: int, console: Console | None = None):
         self.console = console or Console()
         self._total, self._interval = total_steps, interval
         self._bar: Progress | None = None
+        self._is_first = True
 
     def start(self, step: int) -> None:
         if self.console.is_terminal:
@@ -69,7 +70,8 @@ class Display:
 
     def step(self, step: int, report: StepReport) -> None:
         self._tokens += report.tokens
-        due = step % self._interval == 0 or step == self._total
+        due = self._is_first or step % self._interval == 0 or step == self._total
+        self._is_first = False
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         if due:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from samestep.errors import CheckpointError
 from samestep.families import parameter_shapes, resolve_model
 from samestep.length import usable_samples
 from samestep.model.activations import compile_layers, keep_in_cpu_memory, recompute
-from samestep.model.decoder import Decoder
+from samestep.model.decoder import Decoder, sparse_tables
 from samestep.model.init import initialize
 from samestep.model.linear import cast_once
 from samestep.model.pretrained import read_pretrained
@@ -154,8 +154,7 @@ def build_step(
         reduction = ExactReduction(mesh, training.global_batch_size)
         sink = ExactSink(parameters, mesh.device)
     else:
-        model.sparse_tables = mesh.weights is None
-        sink = GradientSink(parameters, model.precision.gradient, can_resume=model.sparse_tables)
+        sink = GradientSink(parameters, model.precision.gradient, can_resume=mesh.weights is None)
         reduction = GradientReduction(model, mesh, reduce, model.precision.reduce)
     return TrainStep(
         model,
@@ -173,9 +172,20 @@ def build_step(
         max_norm=training.max_norm,
         loss_dtype=model.precision.loss,
         micro_batch_mean=training.loss_normalization == "micro_batch_mean",
-        around_passes=partial(cast_once, model) if casts_once else nullcontext,
+        around_passes=partial(around_passes, model, casts_once, not training.exact and mesh.weights is None),
         scaler=LossScaler(training.loss_scale) if torch.float16 in vars(model.precision).values() else None,
     )
+
+
+@contextmanager
+def around_passes(model: Decoder, casts_once: bool, sparse: bool) -> Iterator[None]:
+    """Around the passes of a step.
+
+    Args:
+        sparse: the gradients of tables may be sparse.
+    """
+    with cast_once(model) if casts_once else nullcontext(), sparse_tables(model) if sparse else nullcontext():
+        yield
 
 
 def stored_weights(model: Decoder) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,26 @@ Pass = tuple[dict[str, torch.Tensor], torch.Tensor]
 """What a forward and backward pass came to: summed losses by term, and the losses [terms]; without gradient."""
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What a user may write where memory does not suffice.
+
+    Attributes:
+        one_sample: does not fit.
+        sharded: a micro-batch of sharded weights does not.
+    """
+
+    one_sample: str
+    sharded: str
+
+
+OF_A_FILE = Advice(
+    "lower model.seq_length, or write recompute.mode: full, model.compute_dtype: bfloat16, or on several ranks "
+    "parallelism.data_parallel_shard: -1",
+    "lower training.local_batch_size or local_batch_tokens, which changes no step, and go on with --resume auto",
+)
+
+
 class Recovery:
     """Runs micro-batches, and what does not fit into memory in halves. No rank needs to hear of it: the passes of a
     rank that holds all weights contain nothing collective.
@@ -26,6 +47,7 @@ class Recovery:
     Args:
         sink: where the gradients of a pass add up; None where a pass cannot be run again, since other ranks take part
             in it.
+        advice: for errors.
 
     Attributes:
         limit: positions of the largest micro-batch that is tried; None while all have fitted. Whoever knows the other
@@ -33,8 +55,8 @@ class Recovery:
         failed: positions of the largest micro-batch of this step that did not fit; 0 if all did.
     """
 
-    def __init__(self, sink: GradientSink | None):
-        self._sink = sink
+    def __init__(self, sink: GradientSink | None, advice: Advice = OF_A_FILE):
+        self._sink, self._advice = sink, advice
         self.limit: int | None = None
         self.failed = 0
 
@@ -70,7 +92,7 @@ class Recovery:
         # Not before the error is gone: it holds the frames of the pass, and they its tensors.
         _free()
         if not batch.is_divisible or self._sink is None:
-            raise _does_not_fit(batch, reason)
+            raise self._does_not_fit(batch, reason)
         self.failed = max(self.failed, batch.positions)
         self.limit = max(half.positions for half in batch.halves())
         with self._sink.beyond():
@@ -83,19 +105,15 @@ class Recovery:
         (sums, losses), (more, others) = (self.run(half, attempt) for half in batch.halves())
         return {term: value + more[term] for term, value in sums.items()}, losses + others
 
-
-def _does_not_fit(batch: MicroBatch, reason: str) -> TrainingError:
-    samples = f"{batch.samples} sample{'s' * (batch.samples != 1)}"
-    what = f"out of memory in a micro-batch of {samples} and {batch.positions} positions ({reason})"
-    if not batch.is_divisible:
+    def _does_not_fit(self, batch: MicroBatch, reason: str) -> TrainingError:
+        samples = f"{batch.samples} sample{'s' * (batch.samples != 1)}"
+        what = f"out of memory in a micro-batch of {samples} and {batch.positions} positions ({reason})"
+        if not batch.is_divisible:
+            return TrainingError(f"{what}: it cannot be halved\n  fix: {self._advice.one_sample}")
         return TrainingError(
-            f"{what}: it cannot be halved\n  fix: lower model.seq_length, or write recompute.mode: full, "
-            "model.compute_dtype: bfloat16, or on several ranks parallelism.data_parallel_shard: -1"
+            f"{what}: with sharded weights the other ranks are in the middle of it as well, so it cannot be halved\n"
+            f"  fix: {self._advice.sharded}"
         )
-    return TrainingError(
-        f"{what}: with sharded weights the other ranks are in the middle of it as well, so it cannot be halved\n  fix: "
-        "lower training.local_batch_size or local_batch_tokens, which changes no step, and go on with --resume auto"
-    )
 
 
 def _free() -> None:

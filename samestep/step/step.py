@@ -18,7 +18,7 @@ from samestep.parallel.mesh import Mesh
 from samestep.step.accumulate import MicroBatchHook, accumulate
 from samestep.step.clip import clip_coefficient, squares
 from samestep.step.objective import Objective, PreparedObjective
-from samestep.step.recovery import Recovery
+from samestep.step.recovery import OF_A_FILE, Advice, Recovery
 from samestep.step.scaler import LossScaler
 from samestep.step.update import Updater
 from samestep.torch_private import scale_
@@ -87,6 +87,7 @@ class TrainStep:
         loss_dtype: float32 or wider.
         around_passes: entered while the passes of a step run, during which no weight changes.
         scaler: where gradients pass through float16.
+        advice: where a micro-batch does not fit into memory.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class TrainStep:
         micro_batch_mean: bool = False,
         around_passes: Callable[[], AbstractContextManager[None]] = nullcontext,
         scaler: LossScaler | None = None,
+        advice: Advice = OF_A_FILE,
     ):
         self.model, self.objective, self.updater = model, objective, updater
         self.sink, self.reduction, self.mesh = sink, reduction, mesh
         self.max_norm, self.loss_dtype, self.micro_batch_mean = max_norm, loss_dtype, micro_batch_mean
         self.around_passes, self.scaler = around_passes, scaler
-        self.recovery = Recovery(sink if isinstance(sink, GradientSink) and mesh.weights is None else None)
+        self.recovery = Recovery(sink if isinstance(sink, GradientSink) and mesh.weights is None else None, advice)
 
     def __call__(
         self,
