@@ -108,6 +108,7 @@ ORDER_INSIDE = {
         "passes",
         "probes",
         "native",
+        "lookup",
         "losses",
         "objectives",
         "autocast",

@@ -25,7 +25,6 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from samestep.config.training import LossScaleConfig
-from samestep.data.batch import Batch
 from samestep.errors import ConfigError, DataError, TrainingError
 from samestep.hf import checkpoint
 from samestep.hf.arguments import check_warmup, precision, recompute_settings, setting
@@ -33,6 +32,7 @@ from samestep.hf.batch import ModelBatch
 from samestep.hf.callbacks import CallbackEvents
 from samestep.hf.data import Cursor, MapWindows, Window, first_batch
 from samestep.hf.layout import Reduction
+from samestep.hf.lookup import out_of_range
 from samestep.hf.native import NativeBatch
 from samestep.hf.update import TorchUpdater, load_schedule, schedule_state
 from samestep.ops.gradient_sink import GradientSink
@@ -321,7 +321,7 @@ class Run:
                 tell=lambda: (self.loop.stop_asked, positions),
             )
         except IndexError as error:
-            reason = None if hasattr(error, "__notes__") else _out_of_range(self.trainer.model, batches)
+            reason = None if hasattr(error, "__notes__") else out_of_range(self.trainer.model, batches)
             if reason is None:  # or a listener's own mistake
                 raise
             raise DataError(reason) from error
@@ -556,35 +556,6 @@ def _follows_metric(schedule: Any) -> bool:
 def _flops_per_token(model: Any) -> int:
     """Of a forward and a backward pass, as transformers counts them: 6 a weight outside of the embeddings."""
     return 6 * model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-
-
-def _out_of_range(model: Any, batches: list[Any]) -> str | None:
-    """Why a look-up may have failed: there is a table of token ids, and one of positions."""
-    if not hasattr(model, "get_input_embeddings"):
-        return None
-    size = model.get_input_embeddings().num_embeddings
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    for batch in batches:
-        is_native = isinstance(batch, Batch)
-        tensors = {"input_ids": batch.input_ids, "labels": batch.labels} if is_native else batch.inputs
-        ids, labels = tensors.get("input_ids"), tensors.get("labels")
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            continue
-        found = {"token id": ids}
-        if isinstance(labels, torch.Tensor) and labels.shape == ids.shape and not labels.is_floating_point():
-            found["label"] = labels
-        for kind, tensor in found.items():
-            if int(tensor.max()) >= size:
-                return (
-                    f"a micro-batch has the {kind} {int(tensor.max())}, but the model knows 0 to {size - 1}\n"
-                    "  fix: use the tokenizer of the model, or model.resize_token_embeddings(len(tokenizer))"
-                )
-        if not is_native and isinstance(positions, int) and ids.shape[1] > positions:
-            return (
-                f"a row has {ids.shape[1]} tokens, but the model has {positions} positions\n"
-                "  fix: cut the rows shorter (max_length of the tokenizer)"
-            )
-    return None
 
 
 def _recompute(model: Any, settings: dict[str, Any]) -> None:
