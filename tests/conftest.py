@@ -15,6 +15,7 @@ import torch
 
 from samestep.config.load import from_dict
 from samestep.config.schema import Config
+from samestep.ops import dispatch
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 PRELOADED += ["samestep.verify.parity", "samestep.hf.trainer", "pytest"]
@@ -51,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["kernels", "operators"])
+def either_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels for CPUs, and with PyTorch's operators as where there is no C compiler."""
+    if request.param == "operators":
+        monkeypatch.setattr(dispatch, "library", lambda: (None, "none wanted"))
+    elif dispatch.library()[0] is None:
+        pytest.skip(dispatch.library()[1])
 
 
 @pytest.fixture

@@ -84,10 +84,12 @@ ORDER_INSIDE = {
         "trainer",
     ),
     "ops": (
+        "cpu_library",
         "dispatch",
         "float8",
         "precision",
         "triton_kernels",
+        "cpu_kernels",
         "norm",
         "activation",
         "rope",

@@ -20,7 +20,7 @@ TIGHT = {F32: 3e-6, F64: 1e-12}
 
 
 @pytest.fixture(autouse=True)
-def _fixed_random_numbers():
+def _fixed_random_numbers(either_implementation):
     torch.manual_seed(1234)
 
 

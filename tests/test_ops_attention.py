@@ -17,7 +17,7 @@ SPANS = [(0, 0, 5), (1, 0, 3), (1, 3, 8), (1, 9, 10), (2, 0, 10)]  # row 0: 5..9
 
 
 @pytest.fixture(autouse=True)
-def _fixed_random_numbers():
+def _fixed_random_numbers(either_implementation):
     torch.manual_seed(99)
 
 

@@ -12,7 +12,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 @pytest.fixture(autouse=True)
-def _fixed_random_numbers():
+def _fixed_random_numbers(either_implementation):
     torch.manual_seed(7)
 
 

@@ -22,8 +22,8 @@ from samestep.ops import (
     embedding,
     linear_cross_entropy,
     logits,
+    prepare_rope,
     random_key,
-    rope_rows,
     rope_tables,
     token_keys,
     wide,
@@ -187,9 +187,7 @@ class Decoder(nn.Module):
                 position_ids_BS, lengths_BS, spec.head_dim, spec.rope_theta, self.precision.rotary, spec.rope_scaling
             )
             rope_ids_BS = torch.arange(position_ids_BS.numel(), device=position_ids_BS.device).view_as(position_ids_BS)
-        if position_ids_BS.is_cpu:
-            return Context(rope_rows(*tables, rope_ids_BS))
-        return Context(tables, rope_ids_BS)
+        return Context(*prepare_rope(*tables, rope_ids_BS, self.precision.compute))
 
     def _hidden(self, input_ids_BS: torch.Tensor, position_ids_BS: torch.Tensor, context: Context) -> torch.Tensor:
         x_BSC = self._rows(self.embed_tokens, input_ids_BS)

@@ -17,7 +17,7 @@ from samestep.ops.dropout import attention_dropout_mask, dropout, dropout_mask, 
 from samestep.ops.embedding import embedding
 from samestep.ops.norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm, get_norm_cls
 from samestep.ops.precision import Precision, has_native_matmul, linear, parse_dtype, reference_linear, wide
-from samestep.ops.rope import apply_rope, dynamic_rope_tables, reference_rope, rope_rows, rope_tables
+from samestep.ops.rope import apply_rope, dynamic_rope_tables, prepare_rope, reference_rope, rope_rows, rope_tables
 
 __all__ = [
     "ACTIVATION_MAP",
@@ -43,6 +43,7 @@ __all__ = [
     "linear_cross_entropy",
     "logits",
     "parse_dtype",
+    "prepare_rope",
     "random_key",
     "reference_attention",
     "reference_gelu",

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
-from samestep.ops.dispatch import reference_ops, use_triton
+from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import wide
 
 
@@ -74,10 +74,8 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
-        if use_triton(gate.device, gate.dtype):
-            from samestep.ops import triton_kernels  # late: needs Triton
-
-            return triton_kernels.swiglu(gate, up, limit)
+        if (kernels := kernels_for(gate.device, gate.dtype)) is not None:
+            return kernels.swiglu(gate, up, limit)
         # silu of a float32 copy for low dtypes: rounding silu(gate) before the product would double the error.
         gate_wide = gate.to(wide(gate.dtype))
         if limit is not None:
@@ -89,10 +87,8 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dtype, limit = gate.dtype, ctx.limit
-        if use_triton(gate.device, dtype):
-            from samestep.ops import triton_kernels
-
-            return *triton_kernels.swiglu_backward(grad, gate, up, limit), None
+        if (kernels := kernels_for(gate.device, dtype)) is not None:
+            return *kernels.swiglu_backward(grad, gate, up, limit), None
         gate, grad = gate.to(wide(dtype)), grad.to(wide(dtype))
         if limit is not None:
             up = up.to(wide(dtype))

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from samestep.ops.dispatch import reference_ops
+from samestep.ops.cpu_kernels import Sequences
+from samestep.ops.dispatch import cpu_kernels_for, reference_ops
 from samestep.ops.dropout import attention_dropout_mask
 from samestep.ops.precision import wide
 
@@ -39,9 +40,10 @@ def attention(
 ) -> Tensor:
     """Causal softmax attention (Vaswani et al. 2017, eq. 1) with grouped queries (Ainslie et al. 2023).
 
-    Runs on `F.scaled_dot_product_attention`, which never forms the S x T matrix where its kernel can avoid it. That
-    function decides the dtype of its softmax itself: float32, and float64 for float64 input. Another
-    `softmax_dtype`, or dropout, goes through `reference_attention`, which is slow and needs S x T memory.
+    float32 on a CPU runs in `cpu_kernels`, which forms no S x T matrix and passes over what no query sees. All else is
+    `F.scaled_dot_product_attention`, once for each length of document, which forms none where its own kernel can avoid
+    it. The softmax of both is in float32, for float64 input in float64. Another `softmax_dtype`, or dropout, goes
+    through `reference_attention`, which is slow and needs S x T memory.
 
     torch.compile treats `spans` as constants and would compile again for each packing: where rows are packed, leave
     the call out of the graph with `torch.compiler.disable`.
@@ -85,9 +87,14 @@ def attention(
             token_keys_BS=token_keys_BS,
             first_head=first_head,
         )
+    spans = None if spans is None else tuple((int(r), int(a), int(b)) for r, a, b in spans)
+    if _kernels(q_BSHD, k_BTKD, v_BTKD) is not None:
+        sequences = _sequences(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
+        scale = 1 / math.sqrt(q_BSHD.shape[-1]) if scale is None else scale
+        return _Attention.apply(q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
     if spans is None:
         return _fused(q_BSHD, k_BTKD, v_BTKD, scale, window)
-    return _fused_spans(q_BSHD, k_BTKD, v_BTKD, tuple(spans), scale, window)
+    return _fused_spans(q_BSHD, k_BTKD, v_BTKD, spans, scale, window)
 
 
 def _check_shapes(
@@ -105,6 +112,56 @@ def _check_shapes(
         raise ValueError(f"{queries} queries a row do not fit {keys} keys a row" + (" with spans" if spans else ""))
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} keys leaves nothing to see")
+
+
+_LEAST_QUERIES = 8
+"""A row of fewer, as in generation, is not worth what the kernel does with its keys beforehand."""
+
+
+def _kernels(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Any:
+    """Those compute in vectors of 8 numbers."""
+    if q_BSHD.shape[3] % 8 or v_BTKD.shape[3] % 8 or q_BSHD.shape[1] < min(_LEAST_QUERIES, k_BTKD.shape[1]):
+        return None
+    return cpu_kernels_for(q_BSHD.device, q_BSHD.dtype, k_BTKD.dtype, v_BTKD.dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _sequences(spans: tuple[Span, ...] | None, batch: int, queries: int, keys: int) -> Sequences:
+    """Spans, or rows where there are none, longest first: so no thread waits for one that began late. Cached, since all
+    layers ask for the same."""
+    if spans is None:
+        found = [(row * queries, queries, row * keys, keys) for row in range(batch)]
+    else:
+        _check_spans(spans, batch, queries)
+        found = [(row * queries + start, stop - start) * 2 for row, start, stop in spans]
+    found.sort(key=lambda sequence: -sequence[1])
+    table_N4 = torch.tensor(found, dtype=torch.int64).view(-1, 4)
+    return Sequences(table_N4, sum(size for _, size, _, _ in found) == batch * queries)
+
+
+class _Attention(torch.autograd.Function):
+    """In `cpu_kernels`: saves its inputs, its output and two numbers a query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        sequences: Sequences,
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        out, maxima = _kernels(q_BSHD, k_BTKD, v_BTKD).attention(q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
+        ctx.save_for_backward(q_BSHD, k_BTKD, v_BTKD, out, maxima)
+        ctx.how = sequences, window, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = _kernels(*ctx.saved_tensors[:3])
+        return *kernels.attention_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
 
 
 def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:
@@ -161,6 +218,16 @@ def _sdpa(
     ).transpose(1, 2)
 
 
+def _check_spans(spans: tuple[Span, ...], batch: int, length: int) -> None:
+    end_of_last = dict.fromkeys(range(batch), 0)
+    for row, start, stop in sorted(spans):
+        if not (0 <= row < batch and 0 <= start < stop <= length):
+            raise ValueError(f"span {(row, start, stop)} does not fit {batch} rows of {length} tokens")
+        if start < end_of_last[row]:
+            raise ValueError(f"span {(row, start, stop)} overlaps the one before it")
+        end_of_last[row] = stop
+
+
 @functools.lru_cache(maxsize=32)
 def _span_plan(
     spans: tuple[Span, ...], batch: int, length: int, device: torch.device
@@ -170,14 +237,9 @@ def _span_plan(
     The numbers are None where they would be 0, 1, 2, ... with no token left out. Cached because every layer of a
     micro-batch asks for the same spans.
     """
+    _check_spans(spans, batch, length)
     by_length: dict[int, list[int]] = defaultdict(list)
-    end_of_last = dict.fromkeys(range(batch), 0)
     for row, start, stop in sorted(spans):
-        if not (0 <= row < batch and 0 <= start < stop <= length):
-            raise ValueError(f"span {(row, start, stop)} does not fit {batch} rows of {length} tokens")
-        if start < end_of_last[row]:
-            raise ValueError(f"span {(row, start, stop)} overlaps the one before it")
-        end_of_last[row] = stop
         by_length[stop - start].append(row * length + start)
     groups = tuple((len(starts), size) for size, starts in by_length.items())
     order = [first + i for size, starts in by_length.items() for first in starts for i in range(size)]
@@ -214,7 +276,7 @@ def _fused_spans(
 ) -> Tensor:
     """Spans of equal length are one batch of `_fused`: no mask, and no work between documents."""
     batch, length, heads = q_BSHD.shape[:3]
-    index, groups = _span_plan(tuple((int(r), int(a), int(b)) for r, a, b in spans), batch, length, q_BSHD.device)
+    index, groups = _span_plan(spans, batch, length, q_BSHD.device)
     flat = [x.flatten(0, 1) for x in (q_BSHD, k_BTKD, v_BTKD)]
     if index is not None:
         flat = [_Gather.apply(x, index) for x in flat]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
-from samestep.ops.dispatch import reference_ops, use_triton
+from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import linear, rounded, wide, wide_matmul
 
 # What a chunk of logits takes at most, with its derivative if they are capped. A GPU reads and writes the whole weight
@@ -139,10 +139,9 @@ def _token_losses_(
     `gradient_CV` receives the gradient of `total` by the logits before the cap. It may be `logits_CV`, which then holds
     logits, their exponentials and the gradient in turn; None: no gradient is wanted.
     """
-    if use_triton(logits_CV.device, logits_CV.dtype):
-        from samestep.ops import triton_kernels  # late: needs Triton
-
-        return triton_kernels.token_losses_(
+    kernels = kernels_for(logits_CV.device, logits_CV.dtype)
+    if kernels is not None:
+        return kernels.token_losses_(
             logits_CV,
             labels_C1,
             weights_C1,

@@ -1,11 +1,18 @@
-"""Which implementation an operator runs: its reference twin, a Triton kernel, or PyTorch's own operators."""
+"""Which implementation an operator runs: its reference twin, a kernel of our own, or PyTorch's operators."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from samestep.ops.cpu_library import library
 
 # Read once: torch.compile cannot trace questions to the system, and Triton decides at its import, too.
 _REFERENCE_OPS = os.environ.get("SAMESTEP_REFERENCE_OPS", "0") not in ("", "0")
@@ -30,3 +37,53 @@ def use_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
     if not here or not _HAS_TRITON or torch.compiler.is_compiling():
         return False
     return all(dtype in _KERNEL_DTYPES for dtype in dtypes)
+
+
+def cpu_kernels_for(device: torch.device, *dtypes: torch.dtype) -> Any:
+    """`cpu_kernels` for float32 on a CPU, where there is a C compiler, or None; not while torch.compile traces."""
+    if device.type != "cpu" or torch.compiler.is_compiling() or library()[0] is None:
+        return None
+    return _kernels("cpu_kernels") if dtypes.count(torch.float32) == len(dtypes) else None
+
+
+def kernels_for(device: torch.device, *dtypes: torch.dtype) -> Any:
+    """The module that has `rms_norm`, `swiglu`, `rope` and `token_losses_` for them, or None: PyTorch's operators."""
+    return _kernels("triton_kernels") if use_triton(device, *dtypes) else cpu_kernels_for(device, *dtypes)
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return importlib.import_module(f"samestep.ops.{name}")  # late: not everybody has Triton, or a compiler
+
+
+_watchers: list[Callable[[str, tuple[Any, ...], Any], None]] = []
+
+
+def _kernels(name: str) -> Any:
+    return _Watched(_module(name)) if _watchers else _module(name)
+
+
+class _Watched:
+    """A module of kernels of which the watchers are told every call."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = getattr(self._module, name)(*arguments, **options)
+            for tell in _watchers:
+                tell(name, arguments, result)
+            return result
+
+        return call
+
+
+@contextmanager
+def watch_kernels(tell: Callable[[str, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Call `tell(name, arguments, result)` after every kernel that is run in here; PyTorch does not see them."""
+    _watchers.append(tell)
+    try:
+        yield
+    finally:
+        _watchers.remove(tell)

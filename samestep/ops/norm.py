@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import ConfigError
-from samestep.ops.dispatch import reference_ops, use_triton
+from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import wide
 
 _LARGEST_ROW = 32768
 """Features that one program of a kernel can hold."""
 
 
-def _in_kernels(x: Tensor, weight_D: Tensor, compute: torch.dtype) -> bool:
-    return len(weight_D) <= _LARGEST_ROW and use_triton(x.device, x.dtype, weight_D.dtype, compute)
+def _kernels(x: Tensor, weight_D: Tensor, compute: torch.dtype) -> Any:
+    return kernels_for(x.device, x.dtype, weight_D.dtype, compute) if weight_D.shape[0] <= _LARGEST_ROW else None
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -32,10 +32,8 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, compute: torch.dtype) -> Tensor:
         ctx.compute = compute
-        if _in_kernels(x, weight_D, compute):
-            from samestep.ops import triton_kernels  # late: needs Triton
-
-            y, scale = triton_kernels.rms_norm(x, weight_D, eps, compute)
+        if (kernels := _kernels(x, weight_D, compute)) is not None:
+            y, scale = kernels.rms_norm(x, weight_D, eps, compute)
             ctx.save_for_backward(x, weight_D, scale)
             return y
         math = wide(compute)
@@ -51,10 +49,8 @@ class _RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, scale = ctx.saved_tensors
-        if _in_kernels(x, weight_D, ctx.compute):
-            from samestep.ops import triton_kernels
-
-            return *triton_kernels.rms_norm_backward(grad, x, weight_D, scale, ctx.compute), None, None
+        if (kernels := _kernels(x, weight_D, ctx.compute)) is not None:
+            return *kernels.rms_norm_backward(grad, x, weight_D, scale, ctx.compute), None, None
         math = scale.dtype
         x_wide, grad = x.to(ctx.compute).to(math), grad.to(math)
         weight = weight_D.to(ctx.compute).to(math)
@@ -136,7 +132,7 @@ class FusedRMSNorm(RMSNorm):
     def _normalize(self, x: Tensor) -> Tensor:
         if reference_ops():
             return super()._normalize(x)
-        if x.device.type == "cpu" or _in_kernels(x, self.weight, self.compute_dtype):
+        if x.device.type == "cpu" or _kernels(x, self.weight, self.compute_dtype) is not None:
             return _RMSNormFunction.apply(x, self.weight, self.eps, self.compute_dtype)
         c = self.compute_dtype
         return F.rms_norm(x.to(c), (self.dim,), self.weight.to(c), self.eps).to(x.dtype)

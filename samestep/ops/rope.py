@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.families import RopeScaling
-from samestep.ops.dispatch import reference_ops, use_triton
+from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import wide
 
 
@@ -117,19 +117,30 @@ def _yarn(exponents_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_rows(cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the tables for each token, `[B, S, D]`: cosines twice, and sines with the sign of each half. What one
-    look-up gives serves all layers; kernels on a GPU need none."""
+    """Rows of the tables for each token, `[B, S, D]`: cosines twice, and sines with the sign of each half."""
     cos_BSR, sin_BSR = cos_PR[position_ids_BS], sin_PR[position_ids_BS]
     return torch.cat([cos_BSR, cos_BSR], -1), torch.cat([-sin_BSR, sin_BSR], -1)
 
 
+def prepare_rope(
+    cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """(cosines, sines) and positions as `apply_rope` takes them, for all layers of a micro-batch whose heads are of
+    `dtype`: rows are looked up once where no kernel does so by itself."""
+    if _kernels(cos_PR, dtype) is None:
+        return rope_rows(cos_PR, sin_PR, position_ids_BS), None
+    return (cos_PR, sin_PR), position_ids_BS
+
+
+def _kernels(cos: Tensor, dtype: torch.dtype) -> Any:
+    # Tables of a low dtype ask for arithmetic that rounds to it, which kernels do not do.
+    return kernels_for(cos.device, dtype) if cos.dtype is torch.float32 else None
+
+
 def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None, backwards: bool) -> Tensor:
     if position_ids_BS is not None:
-        # Tables of a low dtype ask for arithmetic that rounds to it, which the kernel does not do.
-        if cos.dtype is torch.float32 and use_triton(x_BSHD.device, x_BSHD.dtype):
-            from samestep.ops import triton_kernels  # late: needs Triton
-
-            return triton_kernels.rope(x_BSHD, cos, sin, position_ids_BS, -1.0 if backwards else 1.0)
+        if (kernels := _kernels(cos, x_BSHD.dtype)) is not None:
+            return kernels.rope(x_BSHD, cos, sin, position_ids_BS, -1.0 if backwards else 1.0)
         cos, sin = rope_rows(cos, sin, position_ids_BS)
     x_wide = x_BSHD.to(cos.dtype)
     signed_BS1D = (-sin if backwards else sin).unsqueeze(2)

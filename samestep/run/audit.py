@@ -32,7 +32,7 @@ from samestep.model.attention import Attention, AttentionCore
 from samestep.model.decoder import Decoder, Layer, LossHead
 from samestep.model.linear import Linear
 from samestep.ops import float8, has_native_matmul, parse_dtype, wide
-from samestep.ops.dispatch import reference_ops
+from samestep.ops.dispatch import reference_ops, watch_kernels
 from samestep.ops.gradient_sink import ExactSink, GradientSink
 from samestep.ops.precision import is_narrow
 from samestep.parallel.data import is_distributed, local
@@ -145,6 +145,7 @@ class Observer:
                     stack.callback(module.register_forward_hook(self._leaving(), always_call=True).remove)
             if self._operators:
                 stack.enter_context(watch_operators(self._before, self._after))
+                stack.enter_context(watch_kernels(self._after_kernel))
             try:
                 yield
             finally:
@@ -260,6 +261,23 @@ class Observer:
             elif operator.endswith("_") or place not in places:  # else a view
                 self._origins[place] = _Origin(call, True, None)
 
+    def _after_kernel(self, kernel: str, arguments: tuple[Any, ...], result: Any) -> None:
+        if not self._stack:
+            return
+        name, _, call = self._stack[-1]
+        kind, where = kind_of(name), f"{kernel} in {name}"
+        if kernel == "rms_norm" and kind in (NORM, HEAD_NORM):
+            self._note(kind, {arguments[3]}, where)
+        elif kernel == "rope":
+            self._note(ROTARY, {arguments[1].dtype}, where)
+        elif kernel == "attention":
+            self._note_operands(ATTENTION, arguments[:3], where)
+            self._note(SOFTMAX, {result[1].dtype}, where)
+        elif kernel == "token_losses_":
+            self._note(LOSS, {arguments[0].dtype}, where)
+        for tensor in _floating(result if isinstance(result, tuple) else (result,)):
+            self._origins[_place(tensor)] = _Origin(call, True, None)
+
     def _cast(self, source: Tensor, target: Tensor) -> _Origin:
         origin = self._origin(source)
         narrows = target.dtype != source.dtype and (is_narrow(target.dtype) or source.dtype is torch.float64)
@@ -353,8 +371,8 @@ class DtypeAudit:
 
     Put the step inside of `first_step`, give it `on_gradients` as a hook, then `check`.
 
-    The inside of compiled modules, and of kernels that are no operators of PyTorch, is not seen: the result names the
-    kinds of which nothing was. Twins (`SAMESTEP_REFERENCE_OPS=1`) compute in float64, so they are left out likewise.
+    The inside of compiled modules is not seen: the result names the kinds of which nothing was. Twins
+    (`SAMESTEP_REFERENCE_OPS=1`) compute in float64, so they are left out likewise.
     """
 
     def __init__(self, expected: Sequence[KindDtypes], model: Decoder, *, ranks: int, is_compiled: bool):

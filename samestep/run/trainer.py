@@ -24,6 +24,7 @@ from samestep.errors import CheckpointError, ConfigError, DataError, TrainingErr
 from samestep.families import resolve_model
 from samestep.length import Progress, in_steps, usable_samples
 from samestep.model.pretrained import check_pretrained, fingerprint
+from samestep.ops.cpu_library import library
 from samestep.ops.float8 import check_float8
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import evaluation_rows, make_plan, resolve_layout
@@ -553,6 +554,8 @@ class Trainer:
             self.display.say("freed memory is kept (cpu.keep_freed_memory)")
         elif self.config.cpu.keep_freed_memory:
             self.warn("cpu.keep_freed_memory has no effect here: it is a setting of glibc, for training on a CPU")
+        if self.device.type == "cpu" and (reason := library()[1]):
+            self.display.say(f"PyTorch's operators run instead of samestep's faster ones ({reason})")
         show_plan(self.plan, self.display.console)
         if self.state.step >= self.plan.steps:
             self.display.say(f"nothing to do: the run is at step {self.state.step} of {self.plan.steps}")

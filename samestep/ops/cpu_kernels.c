@@ -1,0 +1,505 @@
+/* Operators for CPUs that pass over memory as few times as they can. float32; rows are contiguous. Compiled on first
+   use by cpu_kernels.py, whose functions say what the arguments are. No result depends on the number of threads:
+   sums over rows are formed in blocks of BLOCK rows, and the blocks added up in their order. */
+
+#include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 32
+#define PIECE 2048 /* elements summed up in float32 before they go into a double */
+#define PARALLEL _Pragma("omp parallel num_threads(threads) if (threads > 1)")
+#define SHARED _Pragma("omp for schedule(static)")
+#define PARALLEL_SHARED _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
+
+typedef int64_t i64;
+
+static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
+static inline i64 most(i64 a, i64 b) { return a > b ? a : b; }
+static inline i64 within(i64 x, i64 low, i64 high) { return least(most(x, low), high); }
+
+/* exp(x) to 2 units in the last place, for x clamped to [-87, 88]; NaN stays. Cody and Waite's reduction, and a
+   polynomial of degree 6 in [-ln2/2, ln2/2]: Taylor's, whose remainder there is 1.2e-7 of the last bit's size. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = fmaf(n, -0.693145752f, x);
+    r = fmaf(n, -1.42860677e-6f, r);
+    float p = 1.98412698e-4f;
+    p = fmaf(p, r, 1.38888889e-3f);
+    p = fmaf(p, r, 8.33333333e-3f);
+    p = fmaf(p, r, 4.16666667e-2f);
+    p = fmaf(p, r, 1.66666667e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    int32_t bits = ((int32_t)n + 127) << 23; /* n of a NaN is undefined, but p is NaN then */
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+/* tanh(x) to 2 units in the last place (Cephes, Moshier 1989): a polynomial near 0, where 1 - 2 / (exp(2x) + 1)
+   cancels. */
+static inline float tangent(float x) {
+    float z = fabsf(x), s = x * x, far = 1.0f - 2.0f / (exponential(2.0f * z) + 1.0f);
+    float p = -5.70498872745e-3f;
+    p = fmaf(p, s, 2.06390887954e-2f);
+    p = fmaf(p, s, -5.37397155531e-2f);
+    p = fmaf(p, s, 1.33314422036e-1f);
+    p = fmaf(p, s, -3.33332819422e-1f);
+    return z < 0.625f ? fmaf(p * s, x, x) : copysignf(far, x);
+}
+
+void rms_norm(const float *x, const float *weight, float *y, float *scale, i64 rows, i64 dim, float eps, int threads) {
+    PARALLEL_SHARED
+    for (i64 row = 0; row < rows; row++) {
+        const float *xr = x + row * dim;
+        float *yr = y + row * dim, squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (i64 i = 0; i < dim; i++) squares += xr[i] * xr[i];
+        float s = scale[row] = 1.0f / sqrtf(squares / dim + eps);
+#pragma omp simd
+        for (i64 i = 0; i < dim; i++) yr[i] = xr[i] * s * weight[i];
+    }
+}
+
+/* What the gradient of x needs of a row, and sums += the gradients of the weight of `rows` rows, added up first. */
+static void norm_products(i64 rows, const float *grad, const float *x, const float *weight, const float *scale,
+                          float *sums, float *products, i64 dim) {
+    if (rows == 4) {
+        float p0 = 0, p1 = 0, p2 = 0, p3 = 0;
+#pragma omp simd reduction(+ : p0, p1, p2, p3)
+        for (i64 i = 0; i < dim; i++) {
+            float t0 = grad[i] * x[i] * scale[0], t1 = grad[dim + i] * x[dim + i] * scale[1];
+            float t2 = grad[2 * dim + i] * x[2 * dim + i] * scale[2], t3 = grad[3 * dim + i] * x[3 * dim + i] * scale[3];
+            sums[i] += (t0 + t1) + (t2 + t3);
+            p0 += t0 * weight[i], p1 += t1 * weight[i], p2 += t2 * weight[i], p3 += t3 * weight[i];
+        }
+        products[0] = p0, products[1] = p1, products[2] = p2, products[3] = p3;
+        return;
+    }
+    for (i64 r = 0; r < rows; r++) {
+        float p = 0;
+#pragma omp simd reduction(+ : p)
+        for (i64 i = 0; i < dim; i++) {
+            float t = grad[r * dim + i] * x[r * dim + i] * scale[r];
+            sums[i] += t;
+            p += t * weight[i];
+        }
+        products[r] = p;
+    }
+}
+
+void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *scale, float *dx,
+                       float *dweight, float *partial, i64 rows, i64 dim, int threads) {
+    i64 blocks = (rows + BLOCK - 1) / BLOCK;
+    PARALLEL {
+        SHARED
+        for (i64 block = 0; block < blocks; block++) {
+            i64 stop = least((block + 1) * BLOCK, rows);
+            float *sums = partial + block * dim;
+            memset(sums, 0, dim * sizeof(float));
+            for (i64 first = block * BLOCK; first < stop; first += 4) {
+                float products[4];
+                i64 group = least(4, stop - first);
+                norm_products(group, grad + first * dim, x + first * dim, weight, scale + first, sums, products, dim);
+                for (i64 row = first; row < first + group; row++) {
+                    const float *xr = x + row * dim, *gr = grad + row * dim;
+                    float *dr = dx + row * dim, s = scale[row], c = products[row - first] / dim * s;
+#pragma omp simd
+                    for (i64 i = 0; i < dim; i++) dr[i] = (gr[i] * weight[i] - xr[i] * c) * s;
+                }
+            }
+        }
+        SHARED
+        for (i64 i = 0; i < dim; i++) {
+            double total = 0;
+            for (i64 block = 0; block < blocks; block++) total += partial[block * dim + i];
+            dweight[i] = (float)total;
+        }
+    }
+}
+
+void swiglu(const float *gate, const float *up, float *y, i64 count, float limit, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads) if (threads > 1)
+    for (i64 i = 0; i < count; i++) {
+        float g = gate[i] > limit ? limit : gate[i], u = up[i] > limit ? limit : up[i];
+        u = u < -limit ? -limit : u;
+        y[i] = g / (1.0f + exponential(-g)) * u;
+    }
+}
+
+void swiglu_backward(const float *grad, const float *gate, const float *up, float *dgate, float *dup, i64 count,
+                     float limit, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads) if (threads > 1)
+    for (i64 i = 0; i < count; i++) {
+        float g = gate[i] > limit ? limit : gate[i], u = up[i] > limit ? limit : up[i];
+        u = u < -limit ? -limit : u;
+        float divisor = 1.0f + exponential(-g), s = 1.0f / divisor;
+        float dg = grad[i] * u * s * (1.0f + g * (1.0f - s)), du = g / divisor * grad[i];
+        dgate[i] = gate[i] > limit ? 0.0f : dg;
+        dup[i] = (up[i] > limit) | (up[i] < -limit) ? 0.0f : du;
+    }
+}
+
+/* How many tokens have a position that is not in the tables; those get no result. */
+i64 rope(const float *x, const float *cosines, const float *sines, const i64 *ids, float *y, i64 positions, i64 tokens,
+         i64 heads, i64 dim, i64 token_stride, i64 head_stride, float direction, int threads) {
+    i64 half = dim / 2, missing = 0;
+#pragma omp parallel for schedule(static) reduction(+ : missing) num_threads(threads) if (threads > 1)
+    for (i64 token = 0; token < tokens; token++) {
+        if (ids[token] < 0 || ids[token] >= positions) {
+            missing++;
+            continue;
+        }
+        const float *c = cosines + ids[token] * half, *s = sines + ids[token] * half;
+        for (i64 head = 0; head < heads; head++) {
+            const float *xr = x + token * token_stride + head * head_stride;
+            float *yr = y + (token * heads + head) * dim;
+#pragma omp simd
+            for (i64 i = 0; i < half; i++) {
+                float turn = s[i] * direction;
+                yr[i] = xr[i] * c[i] - xr[i + half] * turn;
+                yr[i + half] = xr[i + half] * c[i] + xr[i] * turn;
+            }
+        }
+    }
+    return missing;
+}
+
+/* Logits are overwritten: by the gradient of the loss where it is wanted. softcap 0: none. */
+void token_losses(float *logits, const i64 *labels, const float *weights, float *cross_entropy, float *logsumexp,
+                  i64 rows, i64 vocabulary, float z_loss_weight, float smoothing, float softcap, int want_gradient,
+                  int threads) {
+    PARALLEL_SHARED
+    for (i64 row = 0; row < rows; row++) {
+        float *l = logits + row * vocabulary, largest = -INFINITY;
+        if (softcap) {
+#pragma omp simd
+            for (i64 i = 0; i < vocabulary; i++) l[i] = softcap * tangent(l[i] / softcap);
+        }
+#pragma omp simd reduction(max : largest)
+        for (i64 i = 0; i < vocabulary; i++) largest = l[i] > largest ? l[i] : largest;
+        double exponentials = 0, sum = 0;
+        for (i64 start = 0; start < vocabulary; start += PIECE) {
+            i64 stop = least(start + PIECE, vocabulary);
+            float part = 0;
+#pragma omp simd reduction(+ : part)
+            for (i64 i = start; i < stop; i++) part += exponential(l[i] - largest);
+            exponentials += part;
+            if (smoothing) {
+                part = 0;
+#pragma omp simd reduction(+ : part)
+                for (i64 i = start; i < stop; i++) part += l[i];
+                sum += part;
+            }
+        }
+        double log_total = largest + log(exponentials);
+        double expected = (1 - (double)smoothing) * l[labels[row]] + smoothing * sum / vocabulary;
+        logsumexp[row] = (float)log_total;
+        cross_entropy[row] = (float)(log_total - expected);
+        if (!want_gradient) continue;
+        float token = weights ? weights[row] : 1.0f, shift = token * smoothing / vocabulary;
+        float at_label = (1 - smoothing) * token;
+        float factor = (float)((1 + 2 * (double)z_loss_weight * log_total) * token / exponentials);
+        if (softcap) {
+            float t = l[labels[row]] / softcap;
+            at_label *= 1.0f - t * t;
+#pragma omp simd
+            for (i64 i = 0; i < vocabulary; i++) {
+                float t = l[i] / softcap;
+                l[i] = (exponential(l[i] - largest) * factor - shift) * (1.0f - t * t);
+            }
+        } else {
+#pragma omp simd
+            for (i64 i = 0; i < vocabulary; i++) l[i] = exponential(l[i] - largest) * factor - shift;
+        }
+        l[labels[row]] -= at_label;
+    }
+}
+
+/* totals[t]: the sum of squares of counts[t] numbers at x[t], in double. `squares` holds a number for each PIECE. */
+void sums_of_squares(const float *const *x, const i64 *counts, i64 tensors, double *squares, double *totals,
+                     int threads) {
+    PARALLEL
+    for (i64 t = 0, first = 0; t < tensors; t++) {
+        i64 pieces = (counts[t] + PIECE - 1) / PIECE;
+        _Pragma("omp for schedule(static) nowait")
+        for (i64 piece = 0; piece < pieces; piece++) {
+            i64 stop = least((piece + 1) * PIECE, counts[t]);
+            double sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (i64 i = piece * PIECE; i < stop; i++) sum += (double)x[t][i] * x[t][i];
+            squares[first + piece] = sum;
+        }
+        first += pieces;
+    }
+    for (i64 t = 0; t < tensors; t++) {
+        totals[t] = 0;
+        for (i64 piece = 0; piece < (counts[t] + PIECE - 1) / PIECE; piece++) totals[t] += *squares++;
+    }
+}
+
+/* ---- attention
+
+   Causal softmax attention of one sequence after another, in parts of KEYS keys and TILE queries, whose scores lie in a
+   thread's scratch memory. Sums over keys are rescaled when a larger score turns up (Milakov and Gimelshein 2018).
+   Products below a diagonal skip what is above it, in steps of ROWS and 8 columns.
+*/
+
+#define KEYS 512
+#define TILE 48
+#define ROWS 6 /* and two vectors of columns: 12 of the 16 registers of AVX2 hold sums of a product */
+#define COLUMNS 16
+#define DEPTH 128
+
+typedef float vector __attribute__((vector_size(32), aligned(4), may_alias));
+
+/* Columns of the vectors that a column lies in: loops over those have no tail. */
+static inline i64 down(i64 from) { return from / 8 * 8; }
+static inline i64 up(i64 to) { return (to + 7) / 8 * 8; }
+
+/* c[m][n] (+)= sum over k of a[m * am + k * ak] * b[k][n], with `vectors` * 8 columns. */
+static inline __attribute__((always_inline)) void block(const int rows, const int vectors, i64 depth, const float *a,
+                                                         i64 am, i64 ak, const float *b, i64 bk, float *c, i64 cm,
+                                                         int add) {
+    vector sums[ROWS][2];
+    for (int m = 0; m < rows; m++)
+        for (int n = 0; n < vectors; n++) sums[m][n] = (vector){0};
+    for (i64 k = 0; k < depth; k++) {
+        vector right[2];
+        for (int n = 0; n < vectors; n++) right[n] = *(const vector *)(b + k * bk + 8 * n);
+        for (int m = 0; m < rows; m++) {
+            float left = a[m * am + k * ak];
+            for (int n = 0; n < vectors; n++) sums[m][n] += left * right[n];
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int n = 0; n < vectors; n++) {
+            vector *to = (vector *)(c + m * cm + 8 * n);
+            if (add) sums[m][n] += *to;
+            *to = sums[m][n];
+        }
+}
+
+/* Up to ROWS rows and COLUMNS columns of a product; columns in steps of 8. Long sums are formed in parts of DEPTH. */
+static void piece(i64 rows, i64 columns, i64 depth, const float *a, i64 am, i64 ak, const float *b, i64 bk, float *c,
+                  i64 cm, int add) {
+    for (; depth > DEPTH; depth -= DEPTH, a += DEPTH * ak, b += DEPTH * bk, add = 1)
+        piece(rows, columns, DEPTH, a, am, ak, b, bk, c, cm, add);
+#define CASE(R)                                                   \
+    case R:                                                       \
+        if (columns >= COLUMNS)                                   \
+            block(R, 2, depth, a, am, ak, b, bk, c, cm, add);     \
+        else                                                      \
+            block(R, 1, depth, a, am, ak, b, bk, c, cm, add);     \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+/* A sequence: its first query and key among all tokens, and how many it has; the queries are the last of the keys. */
+typedef struct {
+    i64 query, queries, key, keys;
+} Sequence;
+
+typedef struct {
+    const float *data;
+    i64 token, head; /* strides */
+} Heads;
+
+static inline const float *at(Heads x, i64 token, i64 head) { return x.data + token * x.token + head * x.head; }
+
+/* Some queries of a sequence and the keys `first` to `stop` of it. Query i is the key of number offset + i. */
+typedef struct {
+    i64 queries, first, stop, offset, window;
+} Part;
+
+static inline Part part_of(Sequence s, i64 query, i64 key, i64 window) {
+    Part p = {.queries = least(TILE, s.queries - query), .offset = s.keys - s.queries + query, .window = window};
+    p.first = most(key, p.offset - window + 1);
+    p.stop = least(least(key + KEYS, s.keys), p.offset + p.queries);
+    return p;
+}
+/* The keys that a query sees, counted from the first one. */
+static inline i64 seen_from(Part p, i64 i) { return within(p.offset + i - p.window + 1, p.first, p.stop) - p.first; }
+static inline i64 seen_to(Part p, i64 i) { return within(p.offset + i + 1, p.first, p.stop) - p.first; }
+
+/* to[d][key] = from[key][d], followed by zeros. */
+static void transpose(const float *from, i64 token, i64 keys, i64 dim, float *to) {
+    for (i64 start = 0; start < keys; start += 8)
+        for (i64 d = 0; d < dim; d++)
+            for (i64 key = start; key < least(start + 8, keys); key++) to[d * (KEYS + 8) + key] = from[key * token + d];
+    for (i64 d = 0; d < dim; d++) memset(to + d * (KEYS + 8) + keys, 0, 8 * sizeof(float));
+}
+
+/* scores[i][key] = a_i . b_key where a query of the same block of rows sees the key. b is transposed. */
+static void scores_of(Part p, Heads a, i64 token, i64 head, const float *b, i64 dim, float *scores) {
+    for (i64 n = 0; n < p.stop - p.first; n += COLUMNS) /* outside: these columns of b stay in the nearest cache */
+        for (i64 i = 0; i < p.queries; i += ROWS) {
+            i64 rows = least(ROWS, p.queries - i), columns = up(seen_to(p, i + rows - 1)) - n;
+            if (columns > 0)
+                piece(rows, columns, dim, at(a, token + i, head), a.token, 1, b + n, KEYS + 8,
+                      scores + i * (KEYS + 8) + n, KEYS + 8, 0);
+        }
+}
+
+/* out_i += sum over keys of weights[i][key] * b_key; weights are 0 where a query does not see a key. */
+static void weighted(Part p, const float *weights, const float *b, i64 b_token, i64 dim, float *out, i64 out_token) {
+    for (i64 n = 0; n < dim; n += COLUMNS)
+        for (i64 i = 0; i < p.queries; i += ROWS) {
+            i64 rows = least(ROWS, p.queries - i), from = seen_from(p, i), depth = seen_to(p, i + rows - 1) - from;
+            piece(rows, dim - n, depth, weights + i * (KEYS + 8) + from, KEYS + 8, 1, b + from * b_token + n, b_token,
+                  out + i * out_token + n, out_token, 1);
+        }
+}
+
+/* out_key += sum over queries of weights[i][key] * b_i. */
+static void weighted_back(Part p, const float *weights, Heads b, i64 token, i64 head, i64 dim, float *out,
+                          i64 out_token) {
+    i64 keys = p.stop - p.first;
+    for (i64 key = 0; key < keys; key += ROWS) {
+        i64 rows = least(ROWS, keys - key), same = key + p.first - p.offset; /* the query that is this key */
+        i64 from = within(same, 0, p.queries), to = within(same + rows - 1 + p.window, from, p.queries);
+        for (i64 n = 0; n < dim; n += COLUMNS)
+            piece(rows, dim - n, to - from, weights + from * (KEYS + 8) + key, 1, KEYS + 8,
+                  at(b, token + from, head) + n, b.token, out + key * out_token + n, out_token, 1);
+    }
+}
+
+/* Floats of scratch memory of a thread: transposed keys and values, scores and their gradients. */
+i64 attention_scratch(i64 dim) { return (KEYS + 8) * 2 * (dim + TILE); }
+
+static void clear(float *x, i64 rows, i64 stride, i64 dim) {
+    for (i64 row = 0; row < rows; row++) memset(x + row * stride, 0, dim * sizeof(float));
+}
+
+static inline int thread_number(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* A row of scores becomes weights relative to the largest score so far: maximum[0], while their sum so far is
+   maximum[1]. Returns what earlier weights have to be multiplied by. */
+static float softmax(float *row, int from, int to, i64 stop, float scale, float *maximum) {
+    float largest = maximum[0], sum = 0;
+#pragma omp simd reduction(max : largest)
+    for (int key = down(from); key < (int)up(to); key++) {
+        float score = key >= from && key < to ? row[key] : -INFINITY;
+        largest = score > largest ? score : largest;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int key = down(from); key < (int)up(to); key++) {
+        float weight = exponential((row[key] - largest) * scale);
+        sum += row[key] = key >= from && key < to ? weight : 0.0f;
+    }
+    memset(row, 0, down(from) * sizeof(float));
+    if (stop > up(to)) memset(row + up(to), 0, (stop - up(to)) * sizeof(float));
+    float factor = maximum[1] ? exponential((maximum[0] - largest) * scale) : 1.0f;
+    maximum[0] = largest;
+    maximum[1] = maximum[1] * factor + sum;
+    return factor;
+}
+
+/* maxima[token][head]: the largest score before it is scaled, and the sum of weights relative to it. */
+void attention(const float *q, const float *k, const float *v, float *out, float *maxima, const i64 *strides,
+               const Sequence *sequences, i64 count, i64 heads, i64 key_heads, i64 dim, i64 value_dim, i64 window,
+               float scale, float *scratch, i64 scratch_size, int threads) {
+    Heads Q = {q, strides[0], strides[1]}, K = {k, strides[2], strides[3]}, V = {v, strides[4], strides[5]};
+    i64 row = heads * value_dim;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (i64 task = 0; task < count * heads; task++) {
+        Sequence s = sequences[task / heads];
+        i64 head = task % heads, key_head = head / (heads / key_heads);
+        float *keys = scratch + thread_number() * scratch_size, *scores = keys + (KEYS + 8) * dim;
+        float *o = out + s.query * row + head * value_dim, *m = maxima + (s.query * heads + head) * 2;
+        clear(o, s.queries, row, value_dim);
+        for (i64 i = 0; i < s.queries; i++) m[i * heads * 2] = -INFINITY, m[i * heads * 2 + 1] = 0;
+        for (i64 key = 0; key < s.keys; key += KEYS)
+            for (i64 query = 0; query < s.queries; query += TILE) {
+                Part p = part_of(s, query, key, window);
+                if (query == 0) transpose(at(K, s.key + key, key_head), K.token, least(KEYS, s.keys - key), dim, keys);
+                if (p.first >= p.stop) continue;
+                scores_of(p, Q, s.query + query, head, keys + p.first - key, dim, scores);
+                for (i64 i = 0; i < p.queries; i++) {
+                    float *oi = o + (query + i) * row, *mi = m + (query + i) * heads * 2;
+                    i64 from = seen_from(p, i), to = seen_to(p, i);
+                    float factor = from < to ? softmax(scores + i * (KEYS + 8), from, to, p.stop - p.first, scale, mi) : 1;
+                    if (from >= to) memset(scores + i * (KEYS + 8), 0, (p.stop - p.first) * sizeof(float));
+                    if (factor != 1)
+                        for (i64 d = 0; d < value_dim; d++) oi[d] *= factor;
+                }
+                weighted(p, scores, at(V, s.key + p.first, key_head), V.token, value_dim, o + query * row, row);
+            }
+        for (i64 i = 0; i < s.queries; i++) {
+            float sum = m[i * heads * 2 + 1];
+            for (i64 d = 0; d < value_dim; d++) o[i * row + d] /= sum;
+        }
+    }
+}
+
+/* Contiguous: out, grad, dq, dk, dv. */
+void attention_backward(const float *q, const float *k, const float *v, const float *out, const float *maxima,
+                        const float *grad, float *dq, float *dk, float *dv, const i64 *strides,
+                        const Sequence *sequences, i64 count, i64 heads, i64 key_heads, i64 dim, i64 value_dim,
+                        i64 window, float scale, float *scratch, i64 scratch_size, int threads) {
+    Heads Q = {q, strides[0], strides[1]}, K = {k, strides[2], strides[3]}, V = {v, strides[4], strides[5]};
+    Heads G = {grad, heads * value_dim, value_dim};
+    i64 group = heads / key_heads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (i64 task = 0; task < count * key_heads; task++) {
+        Sequence s = sequences[task / key_heads];
+        i64 key_head = task % key_heads;
+        float *keys = scratch + thread_number() * scratch_size, *values = keys + (KEYS + 8) * dim;
+        float *weights = values + (KEYS + 8) * value_dim, *slopes = weights + (KEYS + 8) * TILE;
+        clear(dk + (s.key * key_heads + key_head) * dim, s.keys, key_heads * dim, dim);
+        clear(dv + (s.key * key_heads + key_head) * value_dim, s.keys, key_heads * value_dim, value_dim);
+        for (i64 head = key_head * group; head < (key_head + 1) * group; head++)
+            clear(dq + (s.query * heads + head) * dim, s.queries, heads * dim, dim);
+        for (i64 key = 0; key < s.keys; key += KEYS) {
+            transpose(at(K, s.key + key, key_head), K.token, least(KEYS, s.keys - key), dim, keys);
+            transpose(at(V, s.key + key, key_head), V.token, least(KEYS, s.keys - key), value_dim, values);
+            for (i64 head = key_head * group; head < (key_head + 1) * group; head++)
+                for (i64 query = 0; query < s.queries; query += TILE) {
+                    Part p = part_of(s, query, key, window);
+                    if (p.first >= p.stop) continue;
+                    i64 token = s.query + query;
+                    scores_of(p, Q, token, head, keys + p.first - key, dim, weights);
+                    scores_of(p, G, token, head, values + p.first - key, value_dim, slopes);
+                    for (i64 i = 0; i < p.queries; i++) {
+                        const float *o = out + ((token + i) * heads + head) * value_dim, *g = at(G, token + i, head);
+                        const float *m = maxima + ((token + i) * heads + head) * 2;
+                        float *w = weights + i * (KEYS + 8), *slope = slopes + i * (KEYS + 8), mean = 0;
+                        int from = seen_from(p, i), to = seen_to(p, i);
+                        i64 stop = up(p.stop - p.first);
+#pragma omp simd reduction(+ : mean)
+                        for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
+#pragma omp simd
+                        for (int j = down(from); j < (int)up(to); j++) {
+                            float weight = exponential((w[j] - m[0]) * scale) / m[1];
+                            w[j] = j >= from && j < to ? weight : 0.0f;
+                            slope[j] = j >= from && j < to ? weight * (slope[j] - mean) * scale : 0.0f;
+                        }
+                        memset(w, 0, down(from) * sizeof(float));
+                        memset(slope, 0, down(from) * sizeof(float));
+                        memset(w + up(to), 0, (stop - up(to)) * sizeof(float));
+                        memset(slope + up(to), 0, (stop - up(to)) * sizeof(float));
+                    }
+                    weighted(p, slopes, at(K, s.key + p.first, key_head), K.token, dim,
+                             dq + (token * heads + head) * dim, heads * dim);
+                    weighted_back(p, slopes, Q, token, head, dim,
+                                  dk + ((s.key + p.first) * key_heads + key_head) * dim, key_heads * dim);
+                    weighted_back(p, weights, G, token, head, value_dim,
+                                  dv + ((s.key + p.first) * key_heads + key_head) * value_dim, key_heads * value_dim);
+                }
+        }
+    }
+}
