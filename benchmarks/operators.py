@@ -157,36 +157,58 @@ def rope() -> None:
         rotated = torch.cat([-x[..., 32:], x[..., :32]], -1)
         return x * c + rotated * s
 
+    compiled = torch.compile(halves)
     compare(
         "rotary embedding 4 x 512 x 8 x 64",
         [x],
         {
             "samestep": lambda: ops.apply_rope(x, cos, sin, positions),
             "rotate_half": halves,
+            "rotate_half, compiled": lambda: compiled(),
             "twin": lambda: ops.reference_rope(x, cos, sin, positions),
         },
     )
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[2] != k.shape[2]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
 def attention() -> None:
-    q = torch.randn(2, 512, 9, 64, requires_grad=True)
-    k, v = (torch.randn(2, 512, 3, 64, requires_grad=True) for _ in range(2))
-    spans = [(row, start, start + 64) for row in range(2) for start in range(0, 512, 64)]
+    for rows, length, heads, key_heads, dim in (
+        (12, 64, 4, 4, 32),
+        (2, 512, 8, 8, 64),
+        (2, 512, 9, 3, 64),
+        (1, 2048, 8, 2, 128),
+        (1, 8192, 2, 2, 64),
+    ):
+        q = torch.randn(rows, length, heads, dim, requires_grad=True)
+        k, v = (torch.randn(rows, length, key_heads, dim, requires_grad=True) for _ in range(2))
+        candidates: Candidates = {
+            "samestep": lambda q=q, k=k, v=v: ops.attention(q, k, v),
+            "PyTorch's": lambda q=q, k=k, v=v: sdpa(q, k, v),
+        }
+        if length <= 512:
+            candidates["twin"] = lambda q=q, k=k, v=v: ops.reference_attention(q, k, v)
+        compare(f"attention {rows} x {length}, {heads} / {key_heads} heads of {dim}", [q, k, v], candidates)
+    q, k, v = (torch.randn(1, 4096, 8, 64, requires_grad=True) for _ in range(3))
+    ends = torch.randperm(4095, generator=torch.Generator().manual_seed(0))[:31].add(1).sort().values.tolist()
+    spans = list(zip([0] * 32, [0, *ends], [*ends, 4096], strict=True))
+    numbers = torch.zeros(4096, dtype=torch.int64).index_fill_(0, torch.tensor(ends), 1).cumsum(0)
+    documents = (numbers[:, None] == numbers) & torch.ones(4096, 4096, dtype=torch.bool).tril()
+    near = documents.new_ones(4096, 4096).tril().triu(-255)
     compare(
-        "causal attention 2 x 512, 9 / 3 heads of 64",
+        "attention of 32 documents in 4096, 8 heads of 64",
         [q, k, v],
-        {
-            "samestep": lambda: ops.attention(q, k, v, softmax_dtype=torch.float32),
-            "twin": lambda: ops.reference_attention(q, k, v, softmax_dtype=torch.float32),
-        },
+        {"samestep": lambda: ops.attention(q, k, v, spans=spans), "PyTorch's, mask": lambda: sdpa(q, k, v, documents)},
     )
     compare(
-        "... of 16 documents of 64",
+        "attention 1 x 4096, window of 256, 8 heads of 64",
         [q, k, v],
-        {
-            "samestep": lambda: ops.attention(q, k, v, spans=spans, softmax_dtype=torch.float32),
-            "twin": lambda: ops.reference_attention(q, k, v, spans=spans, softmax_dtype=torch.float32),
-        },
+        {"samestep": lambda: ops.attention(q, k, v, window=256), "PyTorch's, mask": lambda: sdpa(q, k, v, near)},
     )
 
 

@@ -160,8 +160,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = _kernels(*ctx.saved_tensors[:3])
-        return *kernels.attention_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
+        saved = ctx.saved_tensors  # once: recomputation gives them out a single time
+        return *_kernels(*saved[:3]).attention_backward(grad, *saved, *ctx.how), None, None, None
 
 
 def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:
