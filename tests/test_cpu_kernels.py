@@ -271,6 +271,7 @@ def test_without_a_library_there_is_a_reason(tmp_path):
     broken.chmod(0o755)
     assert load(tmp_path, CC=str(broken)) == f"{broken} failed: error: out of ideas"
     assert list((tmp_path / "samestep").iterdir()) == []
+    assert Path(load(tmp_path, CC="cc -DUNUSED")).exists()
 
 
 def test_a_home_that_cannot_be_written_to(tmp_path):
