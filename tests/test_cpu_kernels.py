@@ -20,6 +20,7 @@ from samestep.run import trainer
 from samestep.run.trainer import Trainer
 from samestep.step.clip import squares
 
+F32 = torch.float32
 pytestmark = pytest.mark.skipif(cpu_library.library()[0] is None, reason=cpu_library.library()[1])
 
 
@@ -239,6 +240,61 @@ def test_exponentials_of_every_size():
     assert ((ours - truth).abs() <= 4e-7 * truth.abs())[usual].all() and (ours[~usual].abs() < 1e-35).all()
 
 
+def test_only_plain_tensors_of_this_device_reach_the_kernels():
+    x, heads = draw(3, 8), draw(1, 9, 2, 8)
+    for refused in (torch.empty(3, 8, device="meta"), x.double(), x.as_subclass(Labelled)):
+        assert dispatch.cpu_kernels_for(x, refused) is None and dispatch.kernels_for(refused, x) is None
+    ops.swiglu(x, x.to("meta"))  # which PyTorch lets pass; nothing may be read
+    ops.FusedRMSNorm(8).to("meta")(x)
+    another = ops.FusedRMSNorm(8)
+    another.weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(RuntimeError):
+        another(x)
+    with torch.device("meta"):  # where tensors are made unless told otherwise
+        out = ops.attention(heads, heads, heads)
+        assert squares([x], lambda g, _: g, x.device).item() == pytest.approx(float(x.double().square().sum()))
+    assert torch.equal(out, ops.attention(heads, heads, heads))
+
+
+class Labelled(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_of_any_width(dtype):
+    hidden, weight, labels = draw(6, 8), draw(11, 8), torch.arange(6)
+    truth = results(
+        lambda h, w: ops.linear_cross_entropy(h, w, labels, compute_dtype=h.dtype)[0], [hidden, weight], F32
+    )
+    again = results(
+        lambda h, w: ops.linear_cross_entropy(h, w, labels.to(dtype), compute_dtype=h.dtype)[0], [hidden, weight], F32
+    )
+    assert all(torch.equal(a, b) for a, b in zip(truth, again, strict=True))
+    tables = ops.rope_tables(7, 8, 100.0, F32)
+    x = draw(2, 7, 3, 8)
+    assert torch.equal(ops.apply_rope(x, *tables, POSITIONS), ops.apply_rope(x, *tables, POSITIONS.to(dtype)))
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.apply_rope(x, tables[0], tables[1][:5], POSITIONS)
+    assert error(ops.apply_rope(x, tables[0], tables[1].double(), POSITIONS), plain_rope(x).double()) < 1e-6
+
+
+@pytest.mark.usefixtures("either_implementation")
+def test_scores_of_a_negative_scale():
+    inputs = [draw(1, 700, 2, 32), draw(1, 700, 2, 32, seed=1), draw(1, 700, 2, 32, seed=2)]
+    ours = results(lambda *x: ops.attention(*x, scale=-2.0), inputs, F32)
+    truth = results(lambda *x: ops.reference_attention(*x, scale=-2.0), inputs, torch.float64)
+    assert all(error(a, b) < 5e-5 for a, b in zip(ours, truth, strict=True))
+
+
+def test_saved_tensors_may_come_back_in_another_layout():
+    cases = [(norm, [draw(9, 16), draw(16)]), (ops.attention, [draw(1, 9, 2, 8, seed=seed) for seed in range(3)])]
+    for function, inputs in cases:
+        truth = results(function, inputs, F32)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, strided):
+            again = results(function, inputs, F32)
+        assert all(torch.equal(a, b) for a, b in zip(truth, again, strict=True))
+
+
 # ---- the library
 
 
@@ -272,6 +328,9 @@ def test_without_a_library_there_is_a_reason(tmp_path):
     assert load(tmp_path, CC=str(broken)) == f"{broken} failed: error: out of ideas"
     assert list((tmp_path / "samestep").iterdir()) == []
     assert Path(load(tmp_path, CC="cc -DUNUSED")).exists()
+    assert load(tmp_path, CC='cc "') == "No closing quotation"
+    broken.write_bytes(b"#!/bin/sh\necho 'warning: \xe9' >&2\necho 'an error at last' >&2\nexit 3\n")
+    assert load(tmp_path, CC=str(broken)) == f"{broken} failed: an error at last"
 
 
 def test_a_home_that_cannot_be_written_to(tmp_path):
@@ -279,6 +338,16 @@ def test_a_home_that_cannot_be_written_to(tmp_path):
     blocked.write_text("")
     path = Path(load(blocked, TMPDIR=str(tmp_path)))
     assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path):
+    theirs = tmp_path / "samestep"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    made = Path(load(tmp_path, TMPDIR=str(tmp_path)))
+    assert made.parent != theirs and list(theirs.iterdir()) == []
+    made.parent.chmod(0o777)
+    assert load(tmp_path, TMPDIR=str(tmp_path)).endswith("is a folder that only this user may write to")
 
 
 def test_a_run_without_the_kernels_says_so_and_takes_the_same_steps(tiny, tmp_path, monkeypatch, capsys):

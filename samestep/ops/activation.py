@@ -74,7 +74,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
-        if (kernels := kernels_for(gate.device, gate.dtype)) is not None:
+        if (kernels := kernels_for(gate, up, compute=gate.dtype)) is not None:
             return kernels.swiglu(gate, up, limit)
         # silu of a float32 copy for low dtypes: rounding silu(gate) before the product would double the error.
         gate_wide = gate.to(wide(gate.dtype))
@@ -87,7 +87,7 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dtype, limit = gate.dtype, ctx.limit
-        if (kernels := kernels_for(gate.device, dtype)) is not None:
+        if (kernels := kernels_for(gate, up, compute=dtype)) is not None:
             return *kernels.swiglu_backward(grad, gate, up, limit), None
         gate, grad = gate.to(wide(dtype)), grad.to(wide(dtype))
         if limit is not None:

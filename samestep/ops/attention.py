@@ -87,6 +87,8 @@ def attention(
             token_keys_BS=token_keys_BS,
             first_head=first_head,
         )
+    if scale is not None and scale < 0:  # the largest score is looked for before it is scaled, by PyTorch as well
+        q_BSHD, scale = -q_BSHD, -scale
     spans = None if spans is None else tuple((int(r), int(a), int(b)) for r, a, b in spans)
     if _kernels(q_BSHD, k_BTKD, v_BTKD) is not None:
         sequences = _sequences(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
@@ -120,9 +122,10 @@ _LEAST_QUERIES = 8
 
 def _kernels(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Any:
     """Those compute in vectors of 8 numbers."""
-    if q_BSHD.shape[3] % 8 or v_BTKD.shape[3] % 8 or q_BSHD.shape[1] < min(_LEAST_QUERIES, k_BTKD.shape[1]):
+    dims = q_BSHD.shape[3], v_BTKD.shape[3]
+    if any(dim == 0 or dim % 8 for dim in dims) or q_BSHD.shape[1] < min(_LEAST_QUERIES, k_BTKD.shape[1]):
         return None
-    return cpu_kernels_for(q_BSHD.device, q_BSHD.dtype, k_BTKD.dtype, v_BTKD.dtype)
+    return cpu_kernels_for(q_BSHD, k_BTKD, v_BTKD)
 
 
 @functools.lru_cache(maxsize=32)
@@ -135,7 +138,7 @@ def _sequences(spans: tuple[Span, ...] | None, batch: int, queries: int, keys: i
         _check_spans(spans, batch, queries)
         found = [(row * queries + start, stop - start) * 2 for row, start, stop in spans]
     found.sort(key=lambda sequence: -sequence[1])
-    table_N4 = torch.tensor(found, dtype=torch.int64).view(-1, 4)
+    table_N4 = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
     return Sequences(table_N4, sum(size for _, size, _, _ in found) == batch * queries)
 
 
@@ -161,7 +164,10 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation gives them out a single time
-        return *_kernels(*saved[:3]).attention_backward(grad, *saved, *ctx.how), None, None, None
+        kernels = _kernels(*saved[:3])
+        if kernels is None:
+            raise RuntimeError("compiled autograd cannot trace this attention: set SAMESTEP_CPU_KERNELS=0")
+        return *kernels.attention_backward(grad, *saved, *ctx.how), None, None, None
 
 
 def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -59,7 +59,8 @@ def _threads(elements: int) -> int:
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` -> the normalized x, and `1 / rms` of each row `[..., 1]`."""
+    """x `[..., D]` -> the normalized x, and `1 / rms` of each row `[..., 1]`. `compute` is float32: other kernels have
+    others."""
     x, weight_D = x.contiguous(), weight_D.contiguous()
     y, scale, dim = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1), x.shape[-1]
     _functions().rms_norm(
@@ -79,7 +80,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight_D: Tensor, scale: Tensor, compute: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight. `scale` as `rms_norm` returned it."""
-    grad, x, weight_D = grad.contiguous(), x.contiguous(), weight_D.contiguous()
+    grad, x, weight_D, scale = (tensor.contiguous() for tensor in (grad, x, weight_D, scale))
     rows, dim = scale.numel(), x.shape[-1]
     dx, dweight_D = torch.empty_like(x), torch.empty_like(weight_D)
     partial_BD = x.new_empty(-(-rows // _BLOCK), dim)
@@ -134,10 +135,9 @@ def rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor
         IndexError: a position that is not in the tables.
     """
     batch, tokens, heads, dim = x_BSHD.shape
-    if x_BSHD.stride(-1) != 1 or x_BSHD.stride(0) != tokens * x_BSHD.stride(1):
-        x_BSHD = x_BSHD.contiguous()
+    x_BSHD = _with_one_stride(x_BSHD)
     cos_PR, sin_PR = cos_PR.contiguous(), sin_PR.contiguous()
-    position_ids_BS = position_ids_BS.expand(batch, tokens).contiguous()
+    position_ids_BS = position_ids_BS.expand(batch, tokens).to(torch.int64).contiguous()
     y_BSHD = x_BSHD.new_empty(x_BSHD.shape)
     missing = _functions().rope(
         x_BSHD.data_ptr(),
@@ -171,7 +171,7 @@ def token_losses_(
     """Cross-entropy and logsumexp `[C, 1]` of each token, unweighted. The gradient of the weighted loss by the logits
     is written over them where `gradient_CV` is `logits_CV`; None: not wanted. Labels must be in the vocabulary."""
     assert logits_CV.is_contiguous() and (gradient_CV is None or gradient_CV is logits_CV)
-    labels_C1 = labels_C1.contiguous()
+    labels_C1 = labels_C1.to(torch.int64).contiguous()
     weights_C1 = None if weights_C1 is None else weights_C1.contiguous()
     cross_entropy_C1, logsumexp_C1 = logits_CV.new_empty(2, len(logits_CV), 1)
     _functions().token_losses(
@@ -195,7 +195,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
     tensors = [x.contiguous() for x in tensors]
     count, sizes = len(tensors), [x.numel() for x in tensors]
     totals = (ctypes.c_double * count)()
-    squares = torch.empty(sum(-(-size // _PIECE) for size in sizes), dtype=torch.float64)
+    squares = torch.empty(sum(-(-size // _PIECE) for size in sizes), dtype=torch.float64, device="cpu")
     pointers = (ctypes.c_void_p * count)(*(x.data_ptr() for x in tensors))
     counts = (ctypes.c_int64 * count)(*sizes)
     _functions().sums_of_squares(pointers, counts, count, squares.data_ptr(), totals, _threads(sum(sizes)))
@@ -243,7 +243,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from what `attention` was given and gave."""
-    grad = grad.contiguous()
+    grad, out, maxima = grad.contiguous(), out.contiguous(), maxima.contiguous()
     q_BSHD, k_BTKD, v_BTKE = (_with_one_stride(x) for x in (q_BSHD, k_BTKD, v_BTKE))
     dq, dk, dv = (sequences.room(x, *x.shape) for x in (q_BSHD, k_BTKD, v_BTKE))
     tensors = (q_BSHD, k_BTKD, v_BTKE, out, maxima, grad, dq, dk, dv)

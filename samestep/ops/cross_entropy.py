@@ -139,7 +139,7 @@ def _token_losses_(
     `gradient_CV` receives the gradient of `total` by the logits before the cap. It may be `logits_CV`, which then holds
     logits, their exponentials and the gradient in turn; None: no gradient is wanted.
     """
-    kernels = kernels_for(logits_CV.device, logits_CV.dtype)
+    kernels = kernels_for(logits_CV, compute=logits_CV.dtype)
     if kernels is not None:
         return kernels.token_losses_(
             logits_CV,

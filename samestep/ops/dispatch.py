@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from samestep.ops.cpu_library import library
 
@@ -18,6 +19,7 @@ from samestep.ops.cpu_library import library
 _REFERENCE_OPS = os.environ.get("SAMESTEP_REFERENCE_OPS", "0") not in ("", "0")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_PLAIN = (Tensor, nn.Parameter)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,21 +41,31 @@ def use_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
     return all(dtype in _KERNEL_DTYPES for dtype in dtypes)
 
 
-def cpu_kernels_for(device: torch.device, *dtypes: torch.dtype) -> Any:
-    """`cpu_kernels` for float32 on a CPU, where there is a C compiler, or None; not while torch.compile traces."""
-    if device.type != "cpu" or torch.compiler.is_compiling() or library()[0] is None:
+def cpu_kernels_for(*tensors: Tensor) -> Any:
+    """`cpu_kernels`, which read memory as it is, if these are all plain float32 tensors on the CPU and there is a C
+    compiler; else, and while torch.compile traces, None."""
+    if torch.compiler.is_compiling():
         return None
-    return _kernels("cpu_kernels") if dtypes.count(torch.float32) == len(dtypes) else None
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype is not torch.float32:
+            return None
+    return _kernels("cpu_kernels") if library()[0] is not None else None
 
 
-def kernels_for(device: torch.device, *dtypes: torch.dtype) -> Any:
-    """The module that has `rms_norm`, `swiglu`, `rope` and `token_losses_` for them, or None: PyTorch's operators."""
-    return _kernels("triton_kernels") if use_triton(device, *dtypes) else cpu_kernels_for(device, *dtypes)
+def kernels_for(*tensors: Tensor, compute: torch.dtype = torch.float32) -> Any:
+    """The module that has `rms_norm`, `swiglu`, `rope` and `token_losses_` for them, or None: PyTorch's operators.
+
+    Args:
+        compute: dtype of the arithmetic, or of a further operand.
+    """
+    if use_triton(tensors[0].device, compute, *(tensor.dtype for tensor in tensors)):
+        return _kernels("triton_kernels")
+    return cpu_kernels_for(*tensors) if compute is torch.float32 else None
 
 
 @functools.cache
 def _module(name: str) -> Any:
-    return importlib.import_module(f"samestep.ops.{name}")  # late: not everybody has Triton, or a compiler
+    return importlib.import_module(f"samestep.ops.{name}")  # late: not everybody has Triton
 
 
 _watchers: list[Callable[[str, tuple[Any, ...], Any], None]] = []

@@ -15,11 +15,12 @@ from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import wide
 
 _LARGEST_ROW = 32768
-"""Features that one program of a kernel can hold."""
+"""Features that one program of a Triton kernel can hold."""
 
 
 def _kernels(x: Tensor, weight_D: Tensor, compute: torch.dtype) -> Any:
-    return kernels_for(x.device, x.dtype, weight_D.dtype, compute) if weight_D.shape[0] <= _LARGEST_ROW else None
+    fits = weight_D.shape == x.shape[-1:] and x.shape[-1] <= _LARGEST_ROW
+    return kernels_for(x, weight_D, compute=compute) if fits else None
 
 
 class _RMSNormFunction(torch.autograd.Function):

@@ -127,19 +127,19 @@ def prepare_rope(
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """(cosines, sines) and positions as `apply_rope` takes them, for all layers of a micro-batch whose heads are of
     `dtype`: rows are looked up once where no kernel does so by itself."""
-    if _kernels(cos_PR, dtype) is None:
+    if _kernels(cos_PR, sin_PR, compute=dtype) is None:
         return rope_rows(cos_PR, sin_PR, position_ids_BS), None
     return (cos_PR, sin_PR), position_ids_BS
 
 
-def _kernels(cos: Tensor, dtype: torch.dtype) -> Any:
+def _kernels(cos: Tensor, sin: Tensor, *others: Tensor, compute: torch.dtype = torch.float32) -> Any:
     # Tables of a low dtype ask for arithmetic that rounds to it, which kernels do not do.
-    return kernels_for(cos.device, dtype) if cos.dtype is torch.float32 else None
+    return kernels_for(cos, sin, *others, compute=compute) if cos.dtype is sin.dtype is torch.float32 else None
 
 
 def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor | None, backwards: bool) -> Tensor:
     if position_ids_BS is not None:
-        if (kernels := _kernels(cos, x_BSHD.dtype)) is not None:
+        if (kernels := _kernels(cos, sin, x_BSHD)) is not None:
             return kernels.rope(x_BSHD, cos, sin, position_ids_BS, -1.0 if backwards else 1.0)
         cos, sin = rope_rows(cos, sin, position_ids_BS)
     x_wide = x_BSHD.to(cos.dtype)
@@ -177,9 +177,11 @@ def apply_rope(x_BSHD: Tensor, cos: Tensor, sin: Tensor, position_ids_BS: Tensor
         `[B, S, H, D]` in the dtype of x.
 
     Raises:
-        ValueError: the head dimension does not fit the tables.
+        ValueError: the head dimension does not fit the tables, or these not each other.
         IndexError: a position beyond the tables (on a CPU; a kernel on a GPU makes the token NaN).
     """
+    if cos.shape != sin.shape:
+        raise ValueError(f"cosines {tuple(cos.shape)} and sines {tuple(sin.shape)} do not fit")
     pairs = cos.shape[-1] if position_ids_BS is not None else cos.shape[-1] // 2
     if x_BSHD.shape[-1] != 2 * pairs:
         raise ValueError(f"head dimension {x_BSHD.shape[-1]} does not fit tables of {pairs} pairs")

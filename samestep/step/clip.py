@@ -23,11 +23,11 @@ def squares(
     """
     shares = [owned(gradient, number) for number, gradient in enumerate(gradients)]
     held = [share for share in shares if share is not None]
-    kernels = cpu_kernels_for(device, *(share.dtype for share in held)) if held else None
+    kernels = cpu_kernels_for(*held) if held else None
     if kernels is not None:
         numbers = iter(kernels.sums_of_squares(held))
         found = [0.0 if share is None else next(numbers) for share in shares]
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(found, dtype=torch.float64, device=device)
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     sums = [nothing if share is None else square(share).to(device) for share in shares]
     return torch.stack(sums) if sums else nothing.expand(0)
