@@ -90,10 +90,10 @@ def attention(
     if scale is not None and scale < 0:  # the largest score is looked for before it is scaled, by PyTorch as well
         q_BSHD, scale = -q_BSHD, -scale
     spans = None if spans is None else tuple((int(r), int(a), int(b)) for r, a, b in spans)
-    if _kernels(q_BSHD, k_BTKD, v_BTKD) is not None:
+    if (kernels := _kernels(q_BSHD, k_BTKD, v_BTKD)) is not None:
         sequences = _sequences(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
         scale = 1 / math.sqrt(q_BSHD.shape[-1]) if scale is None else scale
-        return _Attention.apply(q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
+        return _Attention.apply(kernels, q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
     if spans is None:
         return _fused(q_BSHD, k_BTKD, v_BTKD, scale, window)
     return _fused_spans(q_BSHD, k_BTKD, v_BTKD, spans, scale, window)
@@ -148,6 +148,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: Any,
         q_BSHD: Tensor,
         k_BTKD: Tensor,
         v_BTKD: Tensor,
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        out, maxima = _kernels(q_BSHD, k_BTKD, v_BTKD).attention(q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
+        out, maxima = kernels.attention(q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
         ctx.save_for_backward(q_BSHD, k_BTKD, v_BTKD, out, maxima)
         ctx.how = sequences, window, scale
         return out
@@ -164,10 +165,10 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation gives them out a single time
-        kernels = _kernels(*saved[:3])
+        kernels = _kernels(*saved[:3])  # anew: compiled autograd may trace this
         if kernels is None:
             raise RuntimeError("compiled autograd cannot trace this attention: set SAMESTEP_CPU_KERNELS=0")
-        return *kernels.attention_backward(grad, *saved, *ctx.how), None, None, None
+        return None, *kernels.attention_backward(grad, *saved, *ctx.how), None, None, None
 
 
 def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -1,5 +1,5 @@
 /* Operators for CPUs that pass over memory as few times as they can. float32; rows are contiguous. Compiled on first
-   use by cpu_kernels.py, whose functions say what the arguments are. No result depends on the number of threads:
+   use by cpu_library.py, called by cpu_kernels.py, whose functions say what the arguments are. No result depends on the number of threads:
    sums over rows are formed in blocks of BLOCK rows, and the blocks added up in their order. */
 
 #include <math.h>
@@ -16,6 +16,9 @@
 #define PARALLEL_SHARED _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
 
 typedef int64_t i64;
+
+/* For the memory that the caller sets aside. */
+const i64 block_rows = BLOCK, piece_elements = PIECE;
 
 static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
 static inline i64 most(i64 a, i64 b) { return a > b ? a : b; }
@@ -386,6 +389,12 @@ static inline int thread_number(void) {
 #endif
 }
 
+/* Zeros in the columns of vectors of a row beside those from `from` to `to`. */
+static inline void blank(float *row, i64 from, i64 to, i64 stop) {
+    memset(row, 0, down(from) * sizeof(float));
+    memset(row + up(to), 0, (up(stop) - up(to)) * sizeof(float));
+}
+
 /* A row of scores becomes weights relative to the largest score so far: maximum[0], while their sum so far is
    maximum[1]. Returns what earlier weights have to be multiplied by. */
 static float softmax(float *row, int from, int to, i64 stop, float scale, float *maximum) {
@@ -400,8 +409,7 @@ static float softmax(float *row, int from, int to, i64 stop, float scale, float 
         float weight = exponential((row[key] - largest) * scale);
         sum += row[key] = key >= from && key < to ? weight : 0.0f;
     }
-    memset(row, 0, down(from) * sizeof(float));
-    if (stop > up(to)) memset(row + up(to), 0, (stop - up(to)) * sizeof(float));
+    blank(row, from, to, stop);
     float factor = maximum[1] ? exponential((maximum[0] - largest) * scale) : 1.0f;
     maximum[0] = largest;
     maximum[1] = maximum[1] * factor + sum;
@@ -478,7 +486,6 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                         const float *m = maxima + ((token + i) * heads + head) * 2;
                         float *w = weights + i * (KEYS + 8), *slope = slopes + i * (KEYS + 8), mean = 0;
                         int from = seen_from(p, i), to = seen_to(p, i);
-                        i64 stop = up(p.stop - p.first);
 #pragma omp simd reduction(+ : mean)
                         for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
 #pragma omp simd
@@ -487,10 +494,8 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                             w[j] = j >= from && j < to ? weight : 0.0f;
                             slope[j] = j >= from && j < to ? weight * (slope[j] - mean) * scale : 0.0f;
                         }
-                        memset(w, 0, down(from) * sizeof(float));
-                        memset(slope, 0, down(from) * sizeof(float));
-                        memset(w + up(to), 0, (stop - up(to)) * sizeof(float));
-                        memset(slope + up(to), 0, (stop - up(to)) * sizeof(float));
+                        blank(w, from, to, p.stop - p.first);
+                        blank(slope, from, to, p.stop - p.first);
                     }
                     weighted(p, slopes, at(K, s.key + p.first, key_head), K.token, dim,
                              dq + (token * heads + head) * dim, heads * dim);

@@ -1,4 +1,4 @@
-"""The operators as functions in C: each passes over memory once, on all threads that PyTorch may use.
+"""The operators as functions in C, which run on all threads that PyTorch may use.
 
 Only called where `dispatch.kernels_for` says so. Operands are float32 on a CPU; no result depends on the number of
 threads.
@@ -21,10 +21,6 @@ from torch import Tensor
 
 from samestep.ops.cpu_library import library
 
-_BLOCK = 32
-"""Rows whose weight gradients are summed up first; as in `cpu_kernels.c`."""
-_PIECE = 2048
-"""Elements whose squares are; likewise."""
 _LEAST = 1 << 14
 """Elements that are worth a second thread."""
 
@@ -52,6 +48,12 @@ def _functions() -> ctypes.CDLL:
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return found
+
+
+@functools.cache
+def _constant(name: str) -> int:
+    """Of `cpu_kernels.c`."""
+    return _LONG.in_dll(_functions(), name).value
 
 
 def _threads(elements: int) -> int:
@@ -83,7 +85,7 @@ def rms_norm_backward(
     grad, x, weight_D, scale = (tensor.contiguous() for tensor in (grad, x, weight_D, scale))
     rows, dim = scale.numel(), x.shape[-1]
     dx, dweight_D = torch.empty_like(x), torch.empty_like(weight_D)
-    partial_BD = x.new_empty(-(-rows // _BLOCK), dim)
+    partial_BD = x.new_empty(-(-rows // _constant("block_rows")), dim)
     _functions().rms_norm_backward(
         grad.data_ptr(),
         x.data_ptr(),
@@ -195,7 +197,8 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
     tensors = [x.contiguous() for x in tensors]
     count, sizes = len(tensors), [x.numel() for x in tensors]
     totals = (ctypes.c_double * count)()
-    squares = torch.empty(sum(-(-size // _PIECE) for size in sizes), dtype=torch.float64, device="cpu")
+    piece = _constant("piece_elements")
+    squares = torch.empty(sum(-(-size // piece) for size in sizes), dtype=torch.float64, device="cpu")
     pointers = (ctypes.c_void_p * count)(*(x.data_ptr() for x in tensors))
     counts = (ctypes.c_int64 * count)(*sizes)
     _functions().sums_of_squares(pointers, counts, count, squares.data_ptr(), totals, _threads(sum(sizes)))
