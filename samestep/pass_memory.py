@@ -101,13 +101,16 @@ class _Layer:
     """Bytes a position of one layer.
 
     A norm keeps its input; the projections after it keep its output, attention its queries, keys, values and output,
-    which the output projection shares; SwiGLU its two inputs, and the projection after it the product.
+    which the output projection shares; SwiGLU its two inputs, and the projection after it the product. A half of the
+    layer that runs as one operator (`ops.block`) keeps neither the output of the norm nor that product.
 
     Attributes:
         residual: of hidden states between two layers.
         parts: what goes where a module is computed again.
-        whole: all that is kept without recomputation.
     """
+
+    _ATTENTION = frozenset({"input_layernorm", "self_attn", "self_attn.attention_core"})
+    _FEED_FORWARD = frozenset({"post_attention_layernorm", "mlp"})
 
     def __init__(self, config: Config, spec: ModelSpec):
         self._config, self._spec = config, spec
@@ -115,15 +118,26 @@ class _Layer:
         self._wide = BYTES[wide(config.model.working_dtype)]
         self.residual = spec.hidden_size * self._compute
         self._inner = spec.intermediate_size * self._compute
-        norm, attention, core = self._norm(1, spec.hidden_size), *self._attention()
+        model = config.model
+        # Kernels in C are taken to be there, as they are on a CPU that has a compiler.
+        self._has_kernels = model.working_dtype == "float32"
+        is_plain = model.params_dtype == model.layernorm_compute_dtype == "float32" and not config.compile
+        is_plain = is_plain and spec.normalization == "RMSNorm" and spec.fused_norm and not spec.hidden_dropout
+        self._fuses = self._has_kernels and is_plain
+        self._fuses_attention = (
+            self._fuses
+            and model.softmax_compute_dtype == model.rotary_dtype == "float32"
+            and not (spec.learned_positions or spec.attention_dropout or spec.head_dim % 8)
+        )
+        self._norm_kept = self._norm(1, spec.hidden_size)
+        attention, core = self._attention()
         self.parts = {
-            "input_layernorm": norm,
+            "input_layernorm": self._norm_kept,
             "self_attn": attention,
             "self_attn.attention_core": core,
-            "post_attention_layernorm": norm,
+            "post_attention_layernorm": self._norm_kept,
             "mlp": self._feed_forward(),
         }
-        self.whole = 4 * self.residual + 2 * norm + attention + self.parts["mlp"]
 
     def _norm(self, rows: int, size: int) -> int:
         """What a norm keeps besides its input, for each of its rows: copies, and one or two numbers."""
@@ -142,10 +156,13 @@ class _Layer:
         spec, heads = self._spec, self._spec.num_heads
         rotated = spec.num_heads + spec.num_kv_heads
         out = heads * spec.head_dim * self._compute
-        # Documents and blocks of a window are run in groups: each keeps its output, and their concatenation is kept.
-        is_windowed = (spec.sliding_window or math.inf) < spec.seq_length
-        is_grouped = is_windowed or self._config.micro_batch == "packed"
-        core = heads * self._wide + is_grouped * out  # with the sums of exponentials
+        if self._has_kernels and spec.head_dim % 8 == 0:
+            core = heads * 2 * self._wide  # the largest score of a query and its sum of exponentials
+        else:
+            # Documents and blocks of a window are run in groups: each keeps its output, and so does what joins them.
+            is_windowed = (spec.sliding_window or math.inf) < spec.seq_length
+            is_grouped = is_windowed or self._config.micro_batch == "packed"
+            core = heads * self._wide + is_grouped * out
         raw = rotated * spec.head_dim * self._compute + self._norm(rotated, spec.head_dim) if spec.qk_layernorm else 0
         return core + 2 * rotated * spec.head_dim * self._compute + raw, core
 
@@ -156,39 +173,61 @@ class _Layer:
 
     @property
     def _fuses_gate(self) -> bool:
-        return self._spec.hidden_act in ("silu", "fusedswiglu")
+        return self._spec.gated and self._spec.hidden_act in ("silu", "fusedswiglu")
 
     def kept(self, recomputed: Sequence[str]) -> int:
         if WHOLE in recomputed:
             return self.residual
-        return self.whole - sum(self.parts[name] for name in recomputed)
+        return self._attention_kept(recomputed) + self._feed_forward_kept(recomputed)
+
+    def _attends_as_one(self, recomputed: Sequence[str]) -> bool:
+        return self._fuses_attention and not self._ATTENTION & set(recomputed)
+
+    def _feeds_as_one(self, recomputed: Sequence[str]) -> bool:
+        return self._fuses and self._fuses_gate and not self._FEED_FORWARD & set(recomputed)
+
+    def _attention_kept(self, recomputed: Sequence[str]) -> int:
+        again = sum(self.parts[name] for name in recomputed if name in self._ATTENTION)
+        hidden = self.residual * (1 if self._attends_as_one(recomputed) else 2)
+        return hidden + self._norm_kept + self.parts["self_attn"] - again
+
+    def _feed_forward_kept(self, recomputed: Sequence[str]) -> int:
+        again = sum(self.parts[name] for name in recomputed if name in self._FEED_FORWARD)
+        hidden, product = (self.residual, self._inner) if self._feeds_as_one(recomputed) else (2 * self.residual, 0)
+        return hidden - product + self._norm_kept + self.parts["mlp"] - again
 
     def again(self, recomputed: Sequence[str]) -> int:
         """Most that the backward holds besides: in the feed-forward, or in the attention when that is done."""
         if WHOLE in recomputed:
-            return self.whole - self.residual + self._feed_forward_temporaries()
+            return self.kept(()) - self.residual + self._feed_forward_temporaries(())
         back = {name: self.parts[name] for name in recomputed}
-        mlp = back.get("mlp", 0)
-        done = self.parts["mlp"] - mlp + self.residual
-        attention = back.get("self_attn", 0) + back.get("self_attn.attention_core", 0) + self._attention_temporaries()
-        return max(mlp + self._feed_forward_temporaries(), attention - done)
+        attention = back.get("self_attn", 0) + back.get("self_attn.attention_core", 0)
+        attention += self._attention_temporaries(recomputed) - self._feed_forward_kept(recomputed)
+        return max(back.get("mlp", 0) + self._feed_forward_temporaries(recomputed), attention)
 
-    def _feed_forward_temporaries(self) -> int:
+    def _feed_forward_temporaries(self, recomputed: Sequence[str]) -> int:
         """The gradient of the residual, and in the backward of the activation the gradients of its output and inputs;
-        its output is gone. A narrow dtype is widened: in `swiglu` both gate and gradient, with two float32 tensors
-        more; in the down projection, which has its turn first, gradient, result and input."""
+        its output is gone. As one operator: the output becomes its gradient and that of the gate; then the output of
+        the norm, which becomes its gradient, and a product that is added to it. A narrow dtype is widened: in `swiglu`
+        both gate and gradient, with two float32 tensors more; in the down projection, which has its turn first,
+        gradient, result and input."""
         number, compute, inner = self._wide, self._compute, self._spec.intermediate_size
         if number == compute:
-            return self.residual + (1 + self._spec.gated) * self._inner
+            hidden = self.residual * (3 if self._feeds_as_one(recomputed) else 1)
+            return hidden + (1 + self._spec.gated) * self._inner
         projection = self._spec.hidden_size * (compute + number) + inner * (compute + number)
         if not self._spec.gated:
             return projection
         return max(projection, 2 * self.residual + 4 * number * inner)
 
-    def _attention_temporaries(self) -> int:
-        """Gradients of output, queries, keys and values, and of the residual."""
+    def _attention_temporaries(self, recomputed: Sequence[str]) -> int:
+        """Gradients of output, queries, keys and values, and of the residual. As one operator: when that of the output
+        is gone, as many of hidden states as in the feed-forward."""
         spec = self._spec
-        return self.residual + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self._compute
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self._compute
+        if not self._attends_as_one(recomputed):
+            return self.residual + heads
+        return self.residual + max(heads, heads - spec.num_heads * spec.head_dim * self._compute + 2 * self.residual)
 
 
 def _weight_copies(config: Config, spec: ModelSpec) -> int:

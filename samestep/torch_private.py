@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 
 def cpu_has_bfloat16_units() -> bool:
@@ -42,6 +43,22 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
 def has_hooks(tensor: Tensor) -> bool:
     """Whether somebody wants to see the gradient of a tensor while a backward pass runs."""
     return bool(tensor._backward_hooks)
+
+
+def is_plain_call(module: nn.Module) -> bool:
+    """Whether calling a module runs the `forward` of its class and nothing else: no hooks, its own or of all modules,
+    and no other function in its place."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_backward_hooks,
+        nn_module._global_backward_pre_hooks,
+    )
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:

@@ -329,11 +329,12 @@ def test_memory_by_hand():
 
     plain = memory(batch_of(4, 2))
     assert (plain.parameters, plain.gradients, plain.optimizer, plain.masters) == (4 * count, 4 * count, 8 * count, 0)
-    # 20 positions in float32. A layer keeps inputs and outputs of its norms, 4 x 12, and 2 numbers of these; q and the
-    # output, 2 x 12; k and v, 2 x 4; a sum of exponentials for each of 3 heads; 3 x 20 in the MLP. The last norm keeps
-    # its input. The backward begins with the gradient of the residual, and makes two more tensors of the MLP's size.
-    kept = 2 * (48 + 2 + 24 + 8 + 3 + 60) + 12
-    assert plain.activations == 20 * 4 * (kept + 12 + 2 * 20)
+    # 20 positions in float32. Of a layer with heads of 4, attention runs part by part: it keeps input and output of its
+    # norm, 2 x 12, and a number; q and the output, 2 x 12; k and v, 2 x 4; a sum of exponentials for each of 3 heads.
+    # The MLP keeps its input, a number of the norm, and 2 x 20. The last norm keeps its input. The backward begins with
+    # the gradient of the residual, makes two tensors of the MLP's inner size, and two of the hidden size.
+    kept = 2 * (24 + 1 + 24 + 8 + 3 + 12 + 1 + 40) + 12
+    assert plain.activations == 20 * 4 * (kept + 3 * 12 + 2 * 20)
     # Logits of all positions; the gradient of the weight; hidden states, their gradient, and two copies for the chunk.
     assert plain.logits == 4 * (20 * 100 + 100 * 12 + 4 * 20 * 12)
     low = memory(batch_of(4, 2, model__params_dtype="bfloat16", model__compute_dtype="bfloat16"))
@@ -346,13 +347,14 @@ def test_memory_by_hand():
     sharded = memory(batch_of(4, 2), 2)
     assert sharded.parameters == 4 * -(-count // 2) and sharded.activations == plain.activations
     replicated = memory(batch_of(4, 2, parallelism__data_parallel_shard=1), 2)
-    # Of one micro-batch no gradients are there at its loss. Flat copies are made when activations are gone.
-    assert replicated == replace(plain, transfers=4 * count, total=plain.total - 4 * count)
+    # Of one micro-batch no gradients are there at its loss. Most is held when activations are gone, and flat copies of
+    # the gradients made.
+    held = plain.parameters + plain.buffers + plain.optimizer + 2**22  # the last is of matrix products
+    assert replicated == replace(plain, transfers=4 * count, total=held + 2 * 4 * count)
     exact = memory(batch_of(4, 2, parallelism__data_parallel_shard=1, training__exact=True))
     assert exact.gradients == 12 * count  # fixed-point sums, and what is made of them
     assert plain.buffers == 10 * 4 * 4  # cosine and sine of 10 positions for heads of 4
     assert (plain.gathered, plain.transfers, plain.host) == (0, 0, 0)
-    held = plain.parameters + plain.buffers + plain.optimizer + 2**22  # the last is of matrix products
     # Most at the loss of the second micro-batch, before the backward of the layers has its temporaries.
     assert plain.total == held + plain.gradients + 20 * 4 * kept + plain.logits
     matrices = 2 * (2 * 12 * 12 + 2 * 4 * 12 + 3 * 20 * 12)

@@ -177,8 +177,8 @@ def test_fewer_bytes_are_kept():
     assert by_layers[1] - by_layers[0] == by_layers[2] - by_layers[1] == 3 * 16 * 32 * 4
     none, mlp, last = (kept_bytes(config_of(CHOICES[c] if c else {})) for c in (None, "mlp", "last layer"))
     assert by_layers[2] < mlp < none and by_layers[2] < last < none
-    # Of the MLP gate, up and their product go; its input is the output of a norm, which stays.
-    assert none - mlp == 3 * 3 * 3 * 16 * 48 * 4
+    # Of the MLP gate and up go; its input, the output of a norm, stays, which one operator with the norm does not keep.
+    assert none - mlp == 3 * 3 * 16 * (2 * 48 - 32) * 4
 
 
 def test_nothing_is_computed_again_without_gradients():
@@ -199,12 +199,14 @@ def test_the_plan_follows():
     def planned(recompute: dict[str, Any]) -> int:
         return make_plan(config_of(recompute, layers=4), 1).memory.activations
 
-    tokens, inner, hidden = 16, 3 * 48 * 4, 32 * 4
-    temporaries = hidden + 2 * 48 * 4  # of the backward of one layer
-    none, saved = planned({}), 3 * tokens * inner
-    assert none - planned({"mode": "select", "select_module": {"mlp": ["0-3"]}}) == saved
+    tokens, inner, hidden = 16, 48 * 4, 32 * 4
+    temporaries = 3 * hidden + 2 * inner  # of the backward of one layer
+    none, saved = planned({}), 2 * inner - hidden  # an MLP of its own has the output of the norm as its input
+    again = hidden + 2 * inner + 3 * inner  # its temporaries, and what is computed again
+    every = planned({"mode": "select", "select_module": {"mlp": ["0-3"]}})
+    assert none - every == tokens * (4 * saved + temporaries - again)
     one = planned({"mode": "select", "select_module": {"mlp": ["1"]}})
-    assert none - one == tokens * inner, "later layers are gone by then"
+    assert none - one == tokens * saved, "later layers are gone by then"
     whole = (none - tokens * (hidden + temporaries)) // 4
     assert none - planned({"mode": "full"}) == 3 * (whole - tokens * hidden)
     assert planned({"mode": "full", "full_recompute_layer": ["0-1"]}) == none - 2 * (whole - tokens * hidden)

@@ -167,7 +167,7 @@ def test_listeners_see_events_and_their_flags_work(tiny, tmp_path):
 # ---- kill -9
 
 KILL_POINTS = {
-    "in_a_forward": ("samestep.model.feed_forward", "FeedForward.forward", 55),
+    "in_a_forward": ("samestep.model.decoder", "Layer.forward", 55),
     "after_a_step_is_written": ("samestep.run.metrics", "Metrics.step", 5),
     "while_the_optimizer_file_is_written": ("samestep.run.storage", "_save_tensors", 4),
     "before_the_marker": ("samestep.run.storage", "_inventory", 2),

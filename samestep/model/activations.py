@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import ConfigError
+from samestep.model import blocks
+from samestep.model.attention import Context
 from samestep.model.decoder import Decoder, Layer
+from samestep.recompute import WHOLE
 
 
 def recompute(model: Decoder, modules: Sequence[Sequence[str]]) -> None:
@@ -28,10 +32,17 @@ def recompute(model: Decoder, modules: Sequence[Sequence[str]]) -> None:
     Args:
         modules: of each layer, names inside it; `""` is the layer itself.
     """
-    for layer, names in zip(model.layers.values(), modules, strict=True):
+    for layer, names in zip(cast(Iterable[Layer], model.layers.values()), modules, strict=True):
         for name in names:
             module = layer.get_submodule(name)
-            module.forward = partial(_recomputed, module.forward)
+            again = partial(_recomputed_layer, layer) if name == WHOLE else _recomputed
+            module.forward = partial(again, module.forward)
+
+
+def _recomputed_layer(layer: Layer, forward: Callable[..., Any], x_BSC: torch.Tensor, context: Context) -> Any:
+    # Decided once: who watches the parts may be gone when they run again.
+    fixed = replace(context, runs_as_one=not blocks.are_watched(layer))
+    return _recomputed(forward, x_BSC, fixed)
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:

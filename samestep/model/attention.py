@@ -24,6 +24,7 @@ class Context:
         token_keys: names of the positions for dropout; None where nothing is dropped.
         dropout_base: what the key of every dropout is made from, with its layer and site.
         cache: keys and values of earlier positions, for generation.
+        runs_as_one: whether the halves of a layer may run as one operator; None: where nobody watches their parts.
     """
 
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -32,6 +33,7 @@ class Context:
     token_keys: torch.Tensor | None = None
     dropout_base: int = 0
     cache: KeyValueCache | None = None
+    runs_as_one: bool | None = None
 
 
 @dataclass

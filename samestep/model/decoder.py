@@ -12,6 +12,7 @@ from torch import nn
 
 from samestep.data.batch import Batch
 from samestep.families import ModelSpec
+from samestep.model import blocks
 from samestep.model.attention import Attention, Context, KeyValueCache
 from samestep.model.feed_forward import FeedForward
 from samestep.model.norm import make_norm
@@ -79,12 +80,27 @@ class Layer(nn.Module):
 
     def forward(self, x_BSC: torch.Tensor, context: Context) -> torch.Tensor:
         key = random_key(context.dropout_base, self.layer) if context.token_keys is not None else 0
-        x_BSC = x_BSC + self._drop(self.self_attn(self.input_layernorm(x_BSC), context, key), context, key, "attention")
-        return x_BSC + self._drop(self.mlp(self.post_attention_layernorm(x_BSC)), context, key, "mlp")
+        return self._feed(self._attend(x_BSC, context, key), context, key)
+
+    def _attend(self, x_BSC: torch.Tensor, context: Context, key: int) -> torch.Tensor:
+        norm, attention = self.input_layernorm, self.self_attn
+        if not self._drops(context) and (y_BSC := blocks.attend(norm, attention, x_BSC, context)) is not None:
+            return y_BSC
+        return x_BSC + self._drop(attention(norm(x_BSC), context, key), context, key, "attention")
+
+    def _feed(self, x_BSC: torch.Tensor, context: Context, key: int) -> torch.Tensor:
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        if not self._drops(context) and (y_BSC := blocks.feed(norm, mlp, x_BSC, context)) is not None:
+            return y_BSC
+        return x_BSC + self._drop(mlp(norm(x_BSC)), context, key, "mlp")
+
+    def _drops(self, context: Context) -> bool:
+        return context.token_keys is not None and self.hidden_dropout > 0
 
     def _drop(self, x_BSC: torch.Tensor, context: Context, key: int, site: str) -> torch.Tensor:
-        if context.token_keys is None or not self.hidden_dropout:
+        if not self._drops(context):
             return x_BSC
+        assert context.token_keys is not None
         return dropout(x_BSC, self.hidden_dropout, random_key(key, site), context.token_keys)
 
 

@@ -91,7 +91,7 @@ def attention(
         q_BSHD, scale = -q_BSHD, -scale
     spans = None if spans is None else tuple((int(r), int(a), int(b)) for r, a, b in spans)
     if (kernels := _kernels(q_BSHD, k_BTKD, v_BTKD)) is not None:
-        sequences = _sequences(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
+        sequences = sequences_of(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
         scale = 1 / math.sqrt(q_BSHD.shape[-1]) if scale is None else scale
         return _Attention.apply(kernels, q_BSHD, k_BTKD, v_BTKD, sequences, window, scale)
     if spans is None:
@@ -121,15 +121,17 @@ _LEAST_QUERIES = 8
 
 
 def _kernels(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Any:
-    """Those compute in vectors of 8 numbers."""
     dims = q_BSHD.shape[3], v_BTKD.shape[3]
-    if any(dim == 0 or dim % 8 for dim in dims) or q_BSHD.shape[1] < min(_LEAST_QUERIES, k_BTKD.shape[1]):
-        return None
-    return cpu_kernels_for(q_BSHD, k_BTKD, v_BTKD)
+    return cpu_kernels_for(q_BSHD, k_BTKD, v_BTKD) if kernels_fit(q_BSHD.shape[1], k_BTKD.shape[1], *dims) else None
+
+
+def kernels_fit(queries: int, keys: int, *dims: int) -> bool:
+    """Whether the kernels for CPUs serve these sizes of a row and of a head; they compute in vectors of 8 numbers."""
+    return queries >= min(_LEAST_QUERIES, keys) and all(dim and dim % 8 == 0 for dim in dims)
 
 
 @functools.lru_cache(maxsize=32)
-def _sequences(spans: tuple[Span, ...] | None, batch: int, queries: int, keys: int) -> Sequences:
+def sequences_of(spans: tuple[Span, ...] | None, batch: int, queries: int, keys: int) -> Sequences:
     """Spans, or rows where there are none, longest first: so no thread waits for one that began late. Cached, since all
     layers ask for the same."""
     if spans is None:

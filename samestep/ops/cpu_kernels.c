@@ -165,9 +165,9 @@ i64 rope(const float *x, const float *cosines, const float *sines, const i64 *id
             float *yr = y + (token * heads + head) * dim;
 #pragma omp simd
             for (i64 i = 0; i < half; i++) {
-                float turn = s[i] * direction;
-                yr[i] = xr[i] * c[i] - xr[i + half] * turn;
-                yr[i + half] = xr[i + half] * c[i] + xr[i] * turn;
+                float turn = s[i] * direction, first = xr[i], second = xr[i + half]; /* y may be x */
+                yr[i] = first * c[i] - second * turn;
+                yr[i + half] = second * c[i] + first * turn;
             }
         }
     }

@@ -79,12 +79,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, compute: torch.dtype) -> t
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight_D: Tensor, scale: Tensor, compute: torch.dtype
+    grad: Tensor, x: Tensor, weight_D: Tensor, scale: Tensor, compute: torch.dtype, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight. `scale` as `rms_norm` returned it."""
+    """Gradients of x and of the weight. `scale` as `rms_norm` returned it. `overwrite`: that of x may take the
+    memory of `grad`."""
     grad, x, weight_D, scale = (tensor.contiguous() for tensor in (grad, x, weight_D, scale))
     rows, dim = scale.numel(), x.shape[-1]
-    dx, dweight_D = torch.empty_like(x), torch.empty_like(weight_D)
+    dx, dweight_D = grad if overwrite else torch.empty_like(x), torch.empty_like(weight_D)
     partial_BD = x.new_empty(-(-rows // _constant("block_rows")), dim)
     _functions().rms_norm_backward(
         grad.data_ptr(),
@@ -109,10 +110,12 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     return y
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+def swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, limit: float | None, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up. `overwrite`: that of the gate may take the memory of `grad`."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    dgate, dup, count = grad if overwrite else torch.empty_like(gate), torch.empty_like(up), gate.numel()
     _functions().swiglu_backward(
         grad.data_ptr(),
         gate.data_ptr(),
@@ -130,8 +133,16 @@ def _bound(limit: float | None) -> float:
     return math.inf if limit is None else limit
 
 
-def rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor, direction: float) -> Tensor:
-    """Turns x by its positions, or back where `direction` is -1. The result is contiguous.
+def rope(
+    x_BSHD: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    position_ids_BS: Tensor,
+    direction: float,
+    overwrite: bool = False,
+) -> Tensor:
+    """Turns x by its positions, or back where `direction` is -1. The result is contiguous; `overwrite`: it may take
+    the memory of x.
 
     Raises:
         IndexError: a position that is not in the tables.
@@ -140,7 +151,7 @@ def rope(x_BSHD: Tensor, cos_PR: Tensor, sin_PR: Tensor, position_ids_BS: Tensor
     x_BSHD = _with_one_stride(x_BSHD)
     cos_PR, sin_PR = cos_PR.contiguous(), sin_PR.contiguous()
     position_ids_BS = position_ids_BS.expand(batch, tokens).to(torch.int64).contiguous()
-    y_BSHD = x_BSHD.new_empty(x_BSHD.shape)
+    y_BSHD = x_BSHD if overwrite and x_BSHD.is_contiguous() else x_BSHD.new_empty(x_BSHD.shape)
     missing = _functions().rope(
         x_BSHD.data_ptr(),
         cos_PR.data_ptr(),
