@@ -457,9 +457,9 @@ class SwapConfig(Section):
 class CpuConfig(Section):
     """Training on a CPU."""
 
-    keep_freed_memory: bool = False
+    keep_freed_memory: bool | None = None
     """Keep the memory that tensors free for those after them, instead of giving it back to the system: fewer page
-    faults, more memory. Needs glibc."""
+    faults, more memory. Needs glibc. null = where all samples have one length (`train_dataset.rows: cut`)."""
 
 
 class ProfilerConfig(Section):

@@ -49,13 +49,10 @@ class PeakMemory:
 
 def _resident_maximum() -> int:
     try:
-        with open("/proc/self/status") as status:  # noqa: PTH123 (read at every step)
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+        status = Path("/proc/self/status").read_bytes()
+        return int(status.partition(b"VmHWM:")[2].split(None, 1)[0]) * 1024
+    except (OSError, IndexError):
+        return 0
 
 
 class JsonLines:

@@ -134,7 +134,9 @@ class Trainer:
             torch.set_num_threads(loaded.state["threads"])  # some kernels sum in an order that depends on it
         self.order = make_order(config, self.data)
         on_cpu = self.device.type == "cpu"
-        self.keeps_memory = config.cpu.keep_freed_memory and on_cpu and keep_freed_memory()
+        keeps = config.cpu.keep_freed_memory
+        keeps = config.train_dataset.rows == "cut" if keeps is None else keeps
+        self.keeps_memory = keeps and on_cpu and keep_freed_memory()
         self._build(resumed=loaded is not None)
         self.saver = checkpoint.Saver(
             self.checkpoints,
@@ -550,9 +552,7 @@ class Trainer:
 
     def _introduce(self) -> None:
         self.display.say(f"samestep: {self.folder}  on {describe_machine(self.device)}")
-        if self.keeps_memory:
-            self.display.say("freed memory is kept (cpu.keep_freed_memory)")
-        elif self.config.cpu.keep_freed_memory:
+        if self.config.cpu.keep_freed_memory and not self.keeps_memory:
             self.warn("cpu.keep_freed_memory has no effect here: it is a setting of glibc, for training on a CPU")
         if self.device.type == "cpu" and (reason := library()[1]):
             self.display.say(f"PyTorch's operators run instead of samestep's faster ones ({reason})")

@@ -178,7 +178,8 @@ class TrainStep:
         # One big batch divides by its count; the mean of means divides each part by its own and by how many there are.
         divisors = counts * totals.others[0] if self.micro_batch_mean else totals.counts.expand_as(counts)
         divisors = divisors.clamp(min=1).to(self.loss_dtype)
-        self.model.train()
+        if not all(module.training for module in self.model.modules()):  # to set it again takes longer than to look
+            self.model.train()
         with self.around_passes():
             if isinstance(self.objective, PreparedObjective):
                 parts = [part for batch in batches for part in self.recovery.parts(batch)]
