@@ -304,6 +304,8 @@ def _sharded_moments(
         _Moment(held, rest + forward_layers, layer, layers.forward + logits),
         # The backward of the last layer gathers the weights of the one before ahead.
         _Moment(held + head, rest + backward_layers, min(units.layers, 2) * ahead, most),
+        # Its end, when that is gathered.
+        _Moment(held + head, rest + backward_layers, min(units.layers - 1, 1) * ahead, layers.backward(0)),
         # The last layer is reduced.
         _Moment(begun + head, rest + later_layers, ahead + 2 * flat_layer + flat_layer // split.shard, inner),
         # The backward of the layer before it gathers ahead once more.

@@ -40,10 +40,12 @@ class Activations:
     Attributes:
         kept: by each layer for its backward, and by the last norm.
         again: of each layer, most that its backward has besides: what is computed again, and temporaries.
+        handed_on: of each layer, gradients of weights that its backward hands on at once, besides all this.
     """
 
     kept: tuple[int, ...]
     again: tuple[int, ...]
+    handed_on: tuple[int, ...]
 
     @property
     def forward(self) -> int:
@@ -56,15 +58,19 @@ class Activations:
         Args:
             gradients: of a layer, that stay.
         """
-        held, most = self.forward, 0
-        for kept, again in zip(reversed(self.kept), reversed(self.again), strict=True):
-            most = max(most, held + again)
-            held += gradients - kept
-        return most
+        return self._most(gradients, self.handed_on)
 
     @property
     def most(self) -> int:
-        return self.backward(0)
+        """Without gradients of weights."""
+        return self._most(0, [0] * len(self.kept))
+
+    def _most(self, gradients: int, handed_on: Sequence[int]) -> int:
+        held, most = self.forward, 0
+        for kept, *besides in zip(reversed(self.kept), reversed(self.again), reversed(handed_on), strict=True):
+            most = max(most, held + sum(besides))
+            held += gradients - kept
+        return most
 
 
 def loss_head(config: Config, spec: ModelSpec, positions: int) -> Head:
@@ -94,7 +100,7 @@ def activations(config: Config, spec: ModelSpec, positions: int) -> Activations:
     kept = [positions * layer.kept(names) + weights * (WHOLE not in names) for names in chosen]
     again = [positions * layer.again(names) + weights * (WHOLE in names) for names in chosen]
     kept[-1] += positions * layer.residual  # input of the last norm
-    return Activations(tuple(kept), tuple(again))
+    return Activations(tuple(kept), tuple(again), tuple(layer.handed_on(names) for names in chosen))
 
 
 class _Layer:
@@ -204,6 +210,14 @@ class _Layer:
         attention = back.get("self_attn", 0) + back.get("self_attn.attention_core", 0)
         attention += self._attention_temporaries(recomputed) - self._feed_forward_kept(recomputed)
         return max(back.get("mlp", 0) + self._feed_forward_temporaries(recomputed), attention)
+
+    def handed_on(self, recomputed: Sequence[str]) -> int:
+        """Bytes of a half that runs as one operator, which hands on the gradients of all its weights at its end."""
+        spec, heads = self._spec, (self._spec.num_heads + self._spec.num_kv_heads) * self._spec.head_dim
+        recomputed = () if WHOLE in recomputed else recomputed
+        attention = 2 * heads * self._attends_as_one(recomputed)
+        feed_forward = 3 * spec.intermediate_size * self._feeds_as_one(recomputed)
+        return max(attention, feed_forward) * self.residual
 
     def _feed_forward_temporaries(self, recomputed: Sequence[str]) -> int:
         """The gradient of the residual, and in the backward of the activation the gradients of its output and inputs;

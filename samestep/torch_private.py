@@ -47,7 +47,7 @@ def has_hooks(tensor: Tensor) -> bool:
 
 def is_plain_call(module: nn.Module) -> bool:
     """Whether calling a module runs the `forward` of its class and nothing else: no hooks, its own or of all modules,
-    and no other function in its place."""
+    no other function in its place, and not `module.compile()`."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -58,7 +58,7 @@ def is_plain_call(module: nn.Module) -> bool:
         nn_module._global_backward_hooks,
         nn_module._global_backward_pre_hooks,
     )
-    return not any(hooks) and "forward" not in vars(module)
+    return not any(hooks) and "forward" not in vars(module) and module._compiled_call_impl is None
 
 
 def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:

@@ -108,6 +108,14 @@ def test_bits_of_the_parts(spec: ModelSpec, layout: str, monkeypatch: pytest.Mon
     assert len(expected) == 1 + len(list(model.parameters()))
 
 
+@pytest.fixture
+def must_run_as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with counted(monkeypatch) as counts:
+        yield
+    assert all(counts.values())
+
+
+@pytest.mark.usefixtures("must_run_as_one")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_float64_truth(spec: ModelSpec):
     model = build(spec)
@@ -116,10 +124,18 @@ def test_float64_truth(spec: ModelSpec):
         assert (value.double() - truth[name]).norm() <= 2e-5 * truth[name].norm(), name
 
 
-def test_frozen_weights_get_no_gradient():
+FROZEN = [
+    ["self_attn.q_proj.weight", "self_attn.k_proj.bias", "mlp.down_proj.weight", "input_layernorm.weight"],
+    ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    ["mlp.gate_proj.weight", "mlp.up_proj.weight", "self_attn.o_proj.weight"],
+]
+
+
+@pytest.mark.usefixtures("must_run_as_one")
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_weights_get_no_gradient(frozen: list[str]):
     model = build(SPECS["biases"])
     layer = model.layers["1"]
-    frozen = ["self_attn.q_proj.weight", "self_attn.k_proj.bias", "mlp.down_proj.weight", "input_layernorm.weight"]
     expected = step(model)
     for name in frozen:
         layer.get_parameter(name).requires_grad_(False)
@@ -127,11 +143,27 @@ def test_frozen_weights_get_no_gradient():
     assert_same_bits(step(model), expected)
 
 
+@pytest.mark.usefixtures("must_run_as_one")
 def test_a_graph_may_be_kept():
     model = build(SPECS["normalized heads"])
     once, twice = step(model), step(model, passes=2)
     for name in once.keys() - {"loss"}:
         assert torch.equal(twice[name], 2 * once[name]), name
+
+
+def test_a_second_derivative_is_refused():
+    model = build()
+    loss = model.losses(collate(samples(), range(5), "padded"), 0.0)[0]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, model.embed_tokens.weight, create_graph=True)
+
+
+def test_the_result_may_be_changed_in_place():
+    model, watched = build(), part_by_part(build())
+    for each in (model, watched):
+        each.layers["0"].register_forward_hook(lambda module, inputs, out: out.add_(0.5))
+        each.layers["1"].register_forward_pre_hook(lambda module, inputs: (inputs[0].mul_(0.5), *inputs[1:]))
+    assert_same_bits(step(model), step(watched))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (2, 3), (3, 8)])
@@ -169,6 +201,9 @@ def test_recomputation_runs_as_the_first_time(is_watched: bool):
 
 
 # ---- where the parts are called
+
+
+HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 
 
 def hooked(name: str) -> Callable[[Layer], Any]:
@@ -212,15 +247,93 @@ def test_other_classes_are_called(monkeypatch: pytest.MonkeyPatch):
     assert set(counts.values()) == {1}
 
 
-def test_hooks_of_all_modules(monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *call: seen.append(type(module).__name__))
+@pytest.mark.parametrize("of_all_modules", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_kind_of_hook(hook: str, of_all_modules: bool, monkeypatch: pytest.MonkeyPatch):
+    model, seen = build(), []
+    owner, prefix = (nn.modules.module, "register_module_") if of_all_modules else (model.layers["0"].mlp, "register_")
+
+    def see(module: nn.Module, *call: Any) -> None:
+        seen.append(module)
+
+    expected = step(model)
+    handle = getattr(owner, prefix + hook)(see)
     try:
         with counted(monkeypatch) as counts:
-            step(build())
+            assert_same_bits(step(model), expected)
     finally:
         handle.remove()
-    assert set(counts.values()) == {0} and seen.count("Linear") == 2 * 7
+    assert model.layers["0"].mlp in seen
+    assert counts == (
+        {"attention_block": 0, "feed_forward_block": 0}
+        if of_all_modules
+        else {"attention_block": 2, "feed_forward_block": 1}
+    )
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside, self.calls = inside, 0
+
+    def forward(self, *inputs: Any) -> Tensor:
+        self.calls += 1
+        return self.inside(*inputs)
+
+
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.attention_core", "mlp", "mlp.up_proj", "input_layernorm"])
+def test_another_module_in_the_place(name: str):
+    model = build()
+    expected = step(model)["loss"]
+    parent, _, member = f"layers.0.{name}".rpartition(".")
+    setattr(model.get_submodule(parent), member, Wrapper(model.layers["0"].get_submodule(name)))
+    assert torch.equal(step(model)["loss"], expected)
+    assert model.layers["0"].get_submodule(name).calls == 1
+
+
+def test_a_patched_class_is_called(monkeypatch: pytest.MonkeyPatch):
+    model, seen, forward = build(), [], Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda self, x: seen.append(self) or forward(self, x))
+    step(model)
+    assert len(seen) == 2 * 7
+
+
+def test_a_compiled_part_is_called():
+    model, seen = build(), []
+    model.layers["1"].mlp.compile(backend=lambda graph, inputs: seen.append(graph) or graph.forward)
+    step(model)
+    assert seen
+
+
+def test_what_does_not_fit_is_told_by_the_parts():
+    model = build()
+    model.layers["0"].input_layernorm.weight = nn.Parameter(torch.ones(30))
+    with pytest.raises(RuntimeError):
+        step(model)
+    model = build()
+    model.rope_cos = model.rope_sin = torch.ones(24, 4)
+    with pytest.raises(ValueError, match="does not fit tables of 4 pairs"):
+        step(model)
+    model = build()
+    model.layers["0"].self_attn.attention_core.window = 0
+    with pytest.raises(ValueError, match="window of 0"):
+        step(model)
+
+
+def test_spans_may_be_lists():
+    model, batch = build(), collate(samples(), range(5), "packed")
+    lists = replace(batch, spans=[list(span) for span in batch.spans])
+    assert torch.equal(model.losses(lists, 0.0)[0], model.losses(batch, 0.0)[0])
+
+
+@pytest.mark.usefixtures("must_run_as_one")
+def test_a_backward_pass_under_autocast():
+    model = build()
+    hidden = model(collate(samples(), range(5), "padded")).hidden
+    (hidden_grad,) = torch.autograd.grad(hidden.square().sum(), model.embed_tokens.weight, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (under,) = torch.autograd.grad(hidden.square().sum(), model.embed_tokens.weight)
+    torch.testing.assert_close(under, hidden_grad)
 
 
 @pytest.mark.parametrize(

@@ -21,28 +21,35 @@ def are_watched(layer: nn.Module) -> bool:
     return not all(is_plain_call(module) for module in layer.modules() if module is not layer)
 
 
+_FORWARDS: dict[type[nn.Module], object] = {
+    kind: kind.forward for kind in (Attention, AttentionCore, FeedForward, Linear, FusedRMSNorm, SiLU)
+}
+_PROJECT = Attention.project
+
+
 def attend(norm: nn.Module, attention: Attention, x_BSC: torch.Tensor, context: Context) -> torch.Tensor | None:
     """`x + attention(norm(x))`, to the same bits; None where it must be computed part by part."""
-    core, drops = attention.attention_core, context.token_keys is not None
-    if context.rope is None or context.rope_ids is None or context.cache is not None or (drops and core.dropout):
+    if not _is_known(Attention, attention) or not _is_known(AttentionCore, attention.attention_core):
         return None
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    norms = [norm, *(m for m in (attention.q_norm, attention.k_norm) if m is not None)]
-    if type(attention) is not Attention or type(core) is not AttentionCore or "project" in vars(attention):
+    core = attention.attention_core
+    head_norms: list[nn.Module] = [m for m in (attention.q_norm, attention.k_norm) if m is not None]
+    linears, norms = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj], [norm, *head_norms]
+    if getattr(attention.project, "__func__", None) is not _PROJECT or len(head_norms) == 1:
         return None
-    if core.softmax_dtype is not torch.float32 or not _are_float32(linears, norms):
+    if context.rope is None or context.rope_ids is None or context.cache is not None:
         return None
-    if not _may_run_as_one(context, [attention, core, *linears, *norms]):
+    if core.softmax_dtype is not torch.float32 or (core.dropout and context.token_keys is not None):
         return None
-    own, *head_norms = _norms(norms)
-    rotary = Rotary(*context.rope, context.rope_ids)
-    projections = _projections(linears)
-    return attention_block(x_BSC, own, projections, head_norms, rotary, attention.head_dim, context.spans, core.window)
+    if not _are_float32(linears, norms) or not _may_run_as_one(context, [attention, core, *linears, *norms]):
+        return None
+    first, *others = _norms(norms)
+    rotary, projections = Rotary(*context.rope, context.rope_ids), _projections(linears)
+    return attention_block(x_BSC, first, projections, others, rotary, attention.head_dim, context.spans, core.window)
 
 
 def feed(norm: nn.Module, mlp: FeedForward, x_BSC: torch.Tensor, context: Context) -> torch.Tensor | None:
     """`x + mlp(norm(x))`, to the same bits; None where it must be computed part by part."""
-    if mlp.gate_proj is None or type(mlp) is not FeedForward or type(mlp.activation) is not SiLU:
+    if not _is_known(FeedForward, mlp) or mlp.gate_proj is None or not _is_known(SiLU, mlp.activation):
         return None
     linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if not _are_float32(linears, [norm]) or not _may_run_as_one(context, [norm, mlp, mlp.activation, *linears]):
@@ -50,10 +57,14 @@ def feed(norm: nn.Module, mlp: FeedForward, x_BSC: torch.Tensor, context: Contex
     return feed_forward_block(x_BSC, _norms([norm])[0], _projections(linears))
 
 
-def _are_float32(linears: Sequence[Linear], norms: Sequence[nn.Module]) -> bool:
-    """Whether these are of the very classes that the operators stand for, in float32."""
-    are_known = all(type(m) is Linear for m in linears) and all(type(m) is FusedRMSNorm for m in norms)
-    return are_known and all(m.compute_dtype is torch.float32 for m in (*linears, *norms))
+def _is_known(kind: type[nn.Module], module: nn.Module) -> bool:
+    """Whether a module is of this very class, which is as it was written: the operators stand for that."""
+    return type(module) is kind and kind.forward is _FORWARDS[kind]
+
+
+def _are_float32(linears: Sequence[nn.Module], norms: Sequence[nn.Module]) -> bool:
+    found = [*(_is_known(Linear, m) for m in linears), *(_is_known(FusedRMSNorm, m) for m in norms)]
+    return all(found) and all(m.compute_dtype is torch.float32 for m in (*linears, *norms))
 
 
 def _may_run_as_one(context: Context, modules: Sequence[nn.Module]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.ops.cpu_kernels import Sequences
-from samestep.ops.dispatch import cpu_kernels_for, reference_ops
+from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, reference_ops
 from samestep.ops.dropout import attention_dropout_mask
 from samestep.ops.precision import wide
 
@@ -89,7 +89,7 @@ def attention(
         )
     if scale is not None and scale < 0:  # the largest score is looked for before it is scaled, by PyTorch as well
         q_BSHD, scale = -q_BSHD, -scale
-    spans = None if spans is None else tuple((int(r), int(a), int(b)) for r, a, b in spans)
+    spans = as_tuples(spans)
     if (kernels := _kernels(q_BSHD, k_BTKD, v_BTKD)) is not None:
         sequences = sequences_of(spans, *q_BSHD.shape[:2], k_BTKD.shape[1])
         scale = 1 / math.sqrt(q_BSHD.shape[-1]) if scale is None else scale
@@ -130,6 +130,10 @@ def kernels_fit(queries: int, keys: int, *dims: int) -> bool:
     return queries >= min(_LEAST_QUERIES, keys) and all(dim and dim % 8 == 0 for dim in dims)
 
 
+def as_tuples(spans: Sequence[Span] | None) -> tuple[Span, ...] | None:
+    return None if spans is None else tuple((int(row), int(start), int(stop)) for row, start, stop in spans)
+
+
 @functools.lru_cache(maxsize=32)
 def sequences_of(spans: tuple[Span, ...] | None, batch: int, queries: int, keys: int) -> Sequences:
     """Spans, or rows where there are none, longest first: so no thread waits for one that began late. Cached, since all
@@ -167,10 +171,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation gives them out a single time
-        kernels = _kernels(*saved[:3])  # anew: compiled autograd may trace this
-        if kernels is None:
-            raise RuntimeError("compiled autograd cannot trace this attention: set SAMESTEP_CPU_KERNELS=0")
-        return None, *kernels.attention_backward(grad, *saved, *ctx.how), None, None, None
+        return None, *cpu_kernels_again(*saved[:3]).attention_backward(grad, *saved, *ctx.how), None, None, None
 
 
 def _fused(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -52,6 +52,18 @@ def cpu_kernels_for(*tensors: Tensor) -> Any:
     return _kernels("cpu_kernels") if library()[0] is not None else None
 
 
+def cpu_kernels_again(*tensors: Tensor) -> Any:
+    """The same in a backward pass, whose forward pass they served.
+
+    Raises:
+        RuntimeError: while compiled autograd traces it.
+    """
+    kernels = cpu_kernels_for(*tensors)
+    if kernels is None:
+        raise RuntimeError("compiled autograd cannot trace samestep's kernels for CPUs: set SAMESTEP_CPU_KERNELS=0")
+    return kernels
+
+
 def kernels_for(*tensors: Tensor, compute: torch.dtype = torch.float32) -> Any:
     """The module that has `rms_norm`, `swiglu`, `rope` and `token_losses_` for them, or None: PyTorch's operators.
 

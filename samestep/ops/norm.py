@@ -14,12 +14,12 @@ from samestep.errors import ConfigError
 from samestep.ops.dispatch import kernels_for, reference_ops
 from samestep.ops.precision import wide
 
-_LARGEST_ROW = 32768
+LARGEST_ROW = 32768
 """Features that one program of a Triton kernel can hold."""
 
 
 def _kernels(x: Tensor, weight_D: Tensor, compute: torch.dtype) -> Any:
-    fits = weight_D.shape == x.shape[-1:] and x.shape[-1] <= _LARGEST_ROW
+    fits = weight_D.shape == x.shape[-1:] and x.shape[-1] <= LARGEST_ROW
     return kernels_for(x, weight_D, compute=compute) if fits else None
 
 
