@@ -1,9 +1,9 @@
-"""Time of a step without something over that with it, on a CPU, in one process.
+"""Time and page faults of a step with and without something, on a CPU, in one process.
 
 Steps of both kinds are taken by turns: two processes may differ by more than what is measured, since the speed of
 matrix products depends on where their memory happens to lie.
 
-kernels   samestep's kernels, or PyTorch's operators (and then no blocks either)
+kernels   samestep's kernels and blocks, or PyTorch's operators
 blocks    halves of a layer as one operator each, or part by part
 memory    freed memory is kept (`cpu.keep_freed_memory`), or given back as glibc does by itself after a while
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import resource
 import statistics
 import tempfile
 import time
@@ -26,10 +27,10 @@ from trainers import cases
 from samestep.config.load import from_dict
 from samestep.model import blocks
 from samestep.ops import dispatch
-from samestep.run.allocator import keep_freed_memory
+from samestep.run.allocator import MMAP_THRESHOLD, TRIM_THRESHOLD, keep_freed_memory
 from samestep.run.trainer import Events, Trainer
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MIB = -1, -3, 2**20
+_MIB = 2**20
 
 
 def kernels(library: Callable[..., Any] = dispatch.library) -> dict[bool, Callable[[], None]]:
@@ -50,13 +51,17 @@ def halves(attend: Callable[..., Any] = blocks.attend, feed: Callable[..., Any] 
 def memory() -> dict[bool, Callable[[], Any]]:
     def give_back() -> None:
         # Where glibc's own thresholds come to rest once blocks of 32 MiB and more were freed.
-        for option, size in ((_MMAP_THRESHOLD, 32 * _MIB), (_TRIM_THRESHOLD, 64 * _MIB)):
+        for option, size in ((MMAP_THRESHOLD, 32 * _MIB), (TRIM_THRESHOLD, 64 * _MIB)):
             ctypes.CDLL(None).mallopt(option, size)
 
     return {True: keep_freed_memory, False: give_back}
 
 
 SWITCHES: dict[str, dict[bool, Callable[[], Any]]] = {"kernels": kernels(), "blocks": halves(), "memory": memory()}
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Turns(Events):
@@ -66,10 +71,15 @@ class Turns(Events):
         self.switch, self.steps, self.last = switch, steps, 2 * (turns + 1) * steps
         self.step, self.started = 0, 0.0
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self.faults: dict[bool, list[float]] = {True: [], False: []}
+        self.faults_before = 0
 
     def on_train_begin(self, trainer: Any) -> None:
         self.switch[True]()
-        self.started = time.perf_counter()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started, self.faults_before = time.perf_counter(), page_faults()
 
     def on_step_end(self, trainer: Any, report: Any) -> None:
         self.step += 1
@@ -78,9 +88,10 @@ class Turns(Events):
         turn = self.step // self.steps - 1
         if turn > 1:
             self.seconds[turn % 2 == 0].append((time.perf_counter() - self.started) / self.steps)
+            self.faults[turn % 2 == 0].append((page_faults() - self.faults_before) / self.steps)
         self.switch[turn % 2 == 1]()
         self.should_stop = self.step == self.last
-        self.started = time.perf_counter()
+        self._begin()
 
 
 def main() -> None:
@@ -95,7 +106,9 @@ def main() -> None:
         Trainer(from_dict(case.config | {"output_dir": folder}).config, listeners=[turns]).train()
     on, off = (statistics.median(turns.seconds[kind]) for kind in (True, False))
     ratio = statistics.median(off / on for on, off in zip(turns.seconds[True], turns.seconds[False], strict=True))
+    more, fewer = (statistics.median(turns.faults[kind]) for kind in (False, True))
     print(f"with {arguments.switch} {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms, x{ratio:.3f}")  # noqa: T201
+    print(f"page faults of a step: with {fewer:.0f}, without {more:.0f}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from samestep.parallel import data as parallel_data
 from samestep.parallel.data import whole
 from samestep.parallel.mesh import Mesh, choose_device, join
 from samestep.plan import Plan, make_plan, resolve_layout
+from samestep.run.allocator import MMAP_THRESHOLD
 from samestep.run.metrics import PeakMemory
 from samestep.run.preflight import device_memory
 from samestep.run.setup import build_model, build_step
@@ -239,14 +240,13 @@ SHAPES = {
     "layers": {"vocab_size": 500, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3},
     "vocabulary": {"vocab_size": 12000, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2},
 }
-_MMAP_THRESHOLD = -3
 
 
 def growth_of_step(config: Config, reduce: str) -> int:
     """Peak memory of a step, without weights and optimizer, which are there before."""
     # Allocations above this size go back at once when they are freed: the figure is what was held, not what the C
     # allocator kept for later.
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 65536)
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)
     small = config_of(2, **config.parallelism.model_dump(exclude_unset=True))
     mesh = mesh_of(small)
     step_of(small, mesh, reduce)(batches_of(small, 0, 2))  # code pages are not what is measured
@@ -282,7 +282,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def growth_of_kinds() -> dict[str, float]:
     """Kind of pass -> planned by measured peak memory of two steps, weights and all included."""
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 65536)
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)
     torch.set_num_threads(1)
     ratios = {}
     for kind, sections in {"warm": KINDS["packed"], **KINDS}.items():

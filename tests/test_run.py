@@ -17,6 +17,7 @@ from torch import nn
 from samestep.errors import CheckpointError, ConfigError, TrainingError
 from samestep.parallel.mesh import Mesh, World
 from samestep.run import checkpoint, storage
+from samestep.run.allocator import MMAP_THRESHOLD
 from samestep.run.evaluate import evaluate
 from samestep.run.setup import open_run
 from samestep.run.trainer import Events, Trainer
@@ -446,7 +447,7 @@ def test_memory_does_not_grow_with_accumulation(tiny, workers):
 
 def train_and_give_memory_back(config):
     """At once, so that what is measured is what was held."""
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)
     train_quietly(config)
 
 

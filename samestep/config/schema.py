@@ -541,6 +541,12 @@ class Config(Section):
         """How samples are laid into micro-batches."""
         return self.training.micro_batch or ("padded" if self.train_dataset.rows == "cut" else "packed")
 
+    @property
+    def keeps_freed_memory(self) -> bool:
+        """Whether memory that tensors free is kept, where a CPU trains."""
+        setting = self.cpu.keep_freed_memory
+        return self.train_dataset.rows == "cut" if setting is None else setting
+
     @model_validator(mode="after")
     def _one_source_of_validation_data(self) -> Config:
         if self.eval_dataset.path is not None and self.train_dataset.split is not None:

@@ -6,7 +6,7 @@ import ctypes
 import platform
 
 # Names and numbers of glibc's malloc.h; the values are near the largest that `mallopt` takes, a C int.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 2**31 - 1, 2**30
 
 
@@ -23,4 +23,4 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     set_option = ctypes.CDLL(None).mallopt
-    return bool(set_option(_MMAP_THRESHOLD, _MMAP_BYTES) and set_option(_TRIM_THRESHOLD, _TRIM_BYTES))
+    return bool(set_option(MMAP_THRESHOLD, _MMAP_BYTES) and set_option(TRIM_THRESHOLD, _TRIM_BYTES))

@@ -134,9 +134,7 @@ class Trainer:
             torch.set_num_threads(loaded.state["threads"])  # some kernels sum in an order that depends on it
         self.order = make_order(config, self.data)
         on_cpu = self.device.type == "cpu"
-        keeps = config.cpu.keep_freed_memory
-        keeps = config.train_dataset.rows == "cut" if keeps is None else keeps
-        self.keeps_memory = keeps and on_cpu and keep_freed_memory()
+        self.keeps_memory = config.keeps_freed_memory and on_cpu and keep_freed_memory()
         self._build(resumed=loaded is not None)
         self.saver = checkpoint.Saver(
             self.checkpoints,
