@@ -256,52 +256,84 @@ void sums_of_squares(const float *const *x, const i64 *counts, i64 tensors, doub
 
 #define KEYS 512
 #define TILE 48
-#define ROWS 6 /* and two vectors of columns: 12 of the 16 registers of AVX2 hold sums of a product */
-#define COLUMNS 16
 #define DEPTH 128
+#ifdef __AVX512F__ /* the sums of ROWS rows and two vectors of columns fill three quarters of the registers */
+#define LANES 16
+#define ROWS 12
+#else
+#define LANES 8
+#define ROWS 6
+#endif
+#define COLUMNS (2 * LANES)
+#define STRIDE (KEYS + LANES)
+#ifdef __clang__
+#define UNROLLED
+#else
+#define UNROLLED _Pragma("GCC unroll 12") /* or else GCC keeps the sums in memory as well */
+#endif
 
-typedef float vector __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float octet __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* Columns of the vectors that a column lies in: loops over those have no tail. */
-static inline i64 down(i64 from) { return from / 8 * 8; }
-static inline i64 up(i64 to) { return (to + 7) / 8 * 8; }
+static inline i64 down(i64 from) { return from / LANES * LANES; }
+static inline i64 up(i64 to) { return (to + LANES - 1) / LANES * LANES; }
 
-/* c[m][n] (+)= sum over k of a[m * am + k * ak] * b[k][n], with `vectors` * 8 columns. */
-static inline __attribute__((always_inline)) void block(const int rows, const int vectors, i64 depth, const float *a,
-                                                         i64 am, i64 ak, const float *b, i64 bk, float *c, i64 cm,
-                                                         int add) {
-    vector sums[ROWS][2];
-    for (int m = 0; m < rows; m++)
-        for (int n = 0; n < vectors; n++) sums[m][n] = (vector){0};
-    for (i64 k = 0; k < depth; k++) {
-        vector right[2];
-        for (int n = 0; n < vectors; n++) right[n] = *(const vector *)(b + k * bk + 8 * n);
-        for (int m = 0; m < rows; m++) {
-            float left = a[m * am + k * ak];
-            for (int n = 0; n < vectors; n++) sums[m][n] += left * right[n];
-        }
+/* c[m][n] (+)= sum over k of a[m * am + k * ak] * b[k][n], with `vectors` vectors of columns. */
+#define BLOCK_OF(name, vector)                                                                                         \
+    static inline __attribute__((always_inline)) void name(const int rows, const int vectors, i64 depth,               \
+                                                            const float *a, i64 am, i64 ak, const float *b, i64 bk,    \
+                                                            float *c, i64 cm, int add) {                               \
+        const int lanes = sizeof(vector) / sizeof(float);                                                              \
+        vector sums[ROWS][2];                                                                                          \
+        UNROLLED                                                                                                       \
+        for (int m = 0; m < rows; m++)                                                                                 \
+            UNROLLED                                                                                                   \
+            for (int n = 0; n < vectors; n++) sums[m][n] = (vector){0};                                                \
+        for (i64 k = 0; k < depth; k++) {                                                                              \
+            vector right[2];                                                                                           \
+            UNROLLED                                                                                                   \
+            for (int n = 0; n < vectors; n++) right[n] = *(const vector *)(b + k * bk + lanes * n);                    \
+            UNROLLED                                                                                                   \
+            for (int m = 0; m < rows; m++) {                                                                           \
+                float left = a[m * am + k * ak];                                                                       \
+                UNROLLED                                                                                               \
+                for (int n = 0; n < vectors; n++) sums[m][n] += left * right[n];                                       \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLLED                                                                                                       \
+        for (int m = 0; m < rows; m++)                                                                                 \
+            UNROLLED                                                                                                   \
+            for (int n = 0; n < vectors; n++) {                                                                        \
+                vector *to = (vector *)(c + m * cm + lanes * n);                                                       \
+                if (add) sums[m][n] += *to;                                                                            \
+                *to = sums[m][n];                                                                                      \
+            }                                                                                                          \
     }
-    for (int m = 0; m < rows; m++)
-        for (int n = 0; n < vectors; n++) {
-            vector *to = (vector *)(c + m * cm + 8 * n);
-            if (add) sums[m][n] += *to;
-            *to = sums[m][n];
-        }
-}
+BLOCK_OF(block, vector)
+BLOCK_OF(narrow_block, octet)
 
 /* Up to ROWS rows and COLUMNS columns of a product; columns in steps of 8. Long sums are formed in parts of DEPTH. */
 static void piece(i64 rows, i64 columns, i64 depth, const float *a, i64 am, i64 ak, const float *b, i64 bk, float *c,
                   i64 cm, int add) {
     for (; depth > DEPTH; depth -= DEPTH, a += DEPTH * ak, b += DEPTH * bk, add = 1)
         piece(rows, columns, DEPTH, a, am, ak, b, bk, c, cm, add);
-#define CASE(R)                                                   \
-    case R:                                                       \
-        if (columns >= COLUMNS)                                   \
-            block(R, 2, depth, a, am, ak, b, bk, c, cm, add);     \
-        else                                                      \
-            block(R, 1, depth, a, am, ak, b, bk, c, cm, add);     \
+#define CASE(R)                                                                                                        \
+    case R:                                                                                                            \
+        if (columns >= COLUMNS) {                                                                                      \
+            block(R, 2, depth, a, am, ak, b, bk, c, cm, add);                                                          \
+            break;                                                                                                     \
+        }                                                                                                              \
+        if (columns >= LANES) block(R, 1, depth, a, am, ak, b, bk, c, cm, add);                                        \
+        if (columns > down(columns))                                                                                   \
+            narrow_block(R, 1, depth, a, am, ak, b + down(columns), bk, c + down(columns), cm, add);                   \
         break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
 #undef CASE
 }
 
@@ -332,12 +364,48 @@ static inline Part part_of(Sequence s, i64 query, i64 key, i64 window) {
 static inline i64 seen_from(Part p, i64 i) { return within(p.offset + i - p.window + 1, p.first, p.stop) - p.first; }
 static inline i64 seen_to(Part p, i64 i) { return within(p.offset + i + 1, p.first, p.stop) - p.first; }
 
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t places __attribute__((vector_size(32)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+
+/* Eight rows of eight: neighbours change places, then pairs, then halves. */
+static inline void transpose_octets(const float *from, i64 from_row, float *to, i64 to_row) {
+    octet rows[8], pairs[8], fours[8];
+    for (int i = 0; i < 8; i++) rows[i] = *(const octet *)(from + i * from_row);
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = SHUFFLE(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        pairs[i + 1] = SHUFFLE(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i += i % 2 ? 3 : 1) {
+        fours[i] = SHUFFLE(pairs[i], pairs[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        fours[i + 2] = SHUFFLE(pairs[i], pairs[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    for (int i = 0; i < 4; i++) {
+        *(octet *)(to + i * to_row) = SHUFFLE(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        *(octet *)(to + (i + 4) * to_row) = SHUFFLE(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+/* Rows that are read soon. A processor does not see them coming: those of other heads lie between them. */
+static inline void fetch(const float *x, i64 stride, i64 rows, i64 dim) {
+    for (i64 row = 0; row < rows; row++)
+        for (i64 d = 0; d < dim; d += 16) __builtin_prefetch(x + row * stride + d);
+}
+
 /* to[d][key] = from[key][d], followed by zeros. */
 static void transpose(const float *from, i64 token, i64 keys, i64 dim, float *to) {
-    for (i64 start = 0; start < keys; start += 8)
-        for (i64 d = 0; d < dim; d++)
-            for (i64 key = start; key < least(start + 8, keys); key++) to[d * (KEYS + 8) + key] = from[key * token + d];
-    for (i64 d = 0; d < dim; d++) memset(to + d * (KEYS + 8) + keys, 0, 8 * sizeof(float));
+    i64 whole = keys / 8 * 8;
+    for (i64 key = 0; key < whole; key += 8) {
+        fetch(from + (key + 16) * token, token, within(keys - key - 16, 0, 8), dim);
+        for (i64 d = 0; d < dim; d += 8) transpose_octets(from + key * token + d, token, to + d * STRIDE + key, STRIDE);
+    }
+    for (i64 d = 0; d < dim; d++) {
+        for (i64 key = whole; key < keys; key++) to[d * STRIDE + key] = from[key * token + d];
+        memset(to + d * STRIDE + keys, 0, LANES * sizeof(float));
+    }
 }
 
 /* scores[i][key] = a_i . b_key where a query of the same block of rows sees the key. b is transposed. */
@@ -346,18 +414,19 @@ static void scores_of(Part p, Heads a, i64 token, i64 head, const float *b, i64 
         for (i64 i = 0; i < p.queries; i += ROWS) {
             i64 rows = least(ROWS, p.queries - i), columns = up(seen_to(p, i + rows - 1)) - n;
             if (columns > 0)
-                piece(rows, columns, dim, at(a, token + i, head), a.token, 1, b + n, KEYS + 8,
-                      scores + i * (KEYS + 8) + n, KEYS + 8, 0);
+                piece(rows, columns, dim, at(a, token + i, head), a.token, 1, b + n, STRIDE,
+                      scores + i * STRIDE + n, STRIDE, 0);
         }
 }
 
-/* out_i += sum over keys of weights[i][key] * b_key; weights are 0 where a query does not see a key. */
+/* out_i = or += sum over keys of weights[i][key] * b_key; weights are 0 where a query does not see a key. */
 static void weighted(Part p, const float *weights, const float *b, i64 b_token, i64 dim, float *out, i64 out_token) {
+    int add = p.first > most(p.offset - p.window + 1, 0); /* earlier keys were seen */
     for (i64 n = 0; n < dim; n += COLUMNS)
         for (i64 i = 0; i < p.queries; i += ROWS) {
             i64 rows = least(ROWS, p.queries - i), from = seen_from(p, i), depth = seen_to(p, i + rows - 1) - from;
-            piece(rows, dim - n, depth, weights + i * (KEYS + 8) + from, KEYS + 8, 1, b + from * b_token + n, b_token,
-                  out + i * out_token + n, out_token, 1);
+            piece(rows, dim - n, depth, weights + i * STRIDE + from, STRIDE, 1, b + from * b_token + n, b_token,
+                  out + i * out_token + n, out_token, add);
         }
 }
 
@@ -369,13 +438,13 @@ static void weighted_back(Part p, const float *weights, Heads b, i64 token, i64 
         i64 rows = least(ROWS, keys - key), same = key + p.first - p.offset; /* the query that is this key */
         i64 from = within(same, 0, p.queries), to = within(same + rows - 1 + p.window, from, p.queries);
         for (i64 n = 0; n < dim; n += COLUMNS)
-            piece(rows, dim - n, to - from, weights + from * (KEYS + 8) + key, 1, KEYS + 8,
+            piece(rows, dim - n, to - from, weights + from * STRIDE + key, 1, STRIDE,
                   at(b, token + from, head) + n, b.token, out + key * out_token + n, out_token, 1);
     }
 }
 
 /* Floats of scratch memory of a thread: transposed keys and values, scores and their gradients. */
-i64 attention_scratch(i64 dim) { return (KEYS + 8) * 2 * (dim + TILE); }
+i64 attention_scratch(i64 dim) { return STRIDE * 2 * (dim + TILE); }
 
 static void clear(float *x, i64 rows, i64 stride, i64 dim) {
     for (i64 row = 0; row < rows; row++) memset(x + row * stride, 0, dim * sizeof(float));
@@ -389,10 +458,16 @@ static inline int thread_number(void) {
 #endif
 }
 
-/* Zeros in the columns of vectors of a row beside those from `from` to `to`. */
+/* Zeros in the columns of vectors of a row beside those from `from` to `to`, as far as products of ROWS queries or keys
+   reach; in all of the row where there are none. */
 static inline void blank(float *row, i64 from, i64 to, i64 stop) {
-    memset(row, 0, down(from) * sizeof(float));
-    memset(row + up(to), 0, (up(stop) - up(to)) * sizeof(float));
+    if (from >= to) {
+        memset(row, 0, up(stop) * sizeof(float));
+        return;
+    }
+    i64 before = most(down(from) - COLUMNS, 0), after = least(up(to) + COLUMNS, up(stop));
+    memset(row + before, 0, (down(from) - before) * sizeof(float));
+    memset(row + up(to), 0, (after - up(to)) * sizeof(float));
 }
 
 /* A row of scores becomes weights relative to the largest score so far: maximum[0], while their sum so far is
@@ -416,31 +491,46 @@ static float softmax(float *row, int from, int to, i64 stop, float scale, float 
     return factor;
 }
 
+/* How many heads of a sequence a thread takes at once: all if that is little work, since heads lie side by side and
+   threads that write to neighbouring lines of a cache wait for each other. */
+static i64 heads_at_once(const Sequence *sequences, i64 count, i64 heads, int threads) {
+    if (count < 4 * threads) return 1;
+    for (i64 i = 0; i < count; i++)
+        if (sequences[i].keys > 256) return 1;
+    return heads;
+}
+
 /* maxima[token][head]: the largest score before it is scaled, and the sum of weights relative to it. */
 void attention(const float *q, const float *k, const float *v, float *out, float *maxima, const i64 *strides,
                const Sequence *sequences, i64 count, i64 heads, i64 key_heads, i64 dim, i64 value_dim, i64 window,
                float scale, float *scratch, i64 scratch_size, int threads) {
     Heads Q = {q, strides[0], strides[1]}, K = {k, strides[2], strides[3]}, V = {v, strides[4], strides[5]};
     i64 row = heads * value_dim;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    i64 together = heads_at_once(sequences, count, heads, threads);
+#pragma omp parallel for schedule(dynamic, together) num_threads(threads) if (threads > 1)
     for (i64 task = 0; task < count * heads; task++) {
         Sequence s = sequences[task / heads];
         i64 head = task % heads, key_head = head / (heads / key_heads);
-        float *keys = scratch + thread_number() * scratch_size, *scores = keys + (KEYS + 8) * dim;
+        float *keys = scratch + thread_number() * scratch_size, *scores = keys + STRIDE * dim;
         float *o = out + s.query * row + head * value_dim, *m = maxima + (s.query * heads + head) * 2;
-        clear(o, s.queries, row, value_dim);
         for (i64 i = 0; i < s.queries; i++) m[i * heads * 2] = -INFINITY, m[i * heads * 2 + 1] = 0;
         for (i64 key = 0; key < s.keys; key += KEYS)
             for (i64 query = 0; query < s.queries; query += TILE) {
                 Part p = part_of(s, query, key, window);
-                if (query == 0) transpose(at(K, s.key + key, key_head), K.token, least(KEYS, s.keys - key), dim, keys);
+                if (query == 0) {
+                    i64 count = least(KEYS, s.keys - key);
+                    fetch(at(V, s.key + key, key_head), V.token, count, value_dim);
+                    fetch(at(Q, s.query, head), Q.token, least(TILE, s.queries), dim);
+                    transpose(at(K, s.key + key, key_head), K.token, count, dim, keys);
+                }
                 if (p.first >= p.stop) continue;
+                fetch(at(Q, s.query + query + TILE, head), Q.token, least(TILE, s.queries - query - TILE), dim);
                 scores_of(p, Q, s.query + query, head, keys + p.first - key, dim, scores);
                 for (i64 i = 0; i < p.queries; i++) {
                     float *oi = o + (query + i) * row, *mi = m + (query + i) * heads * 2;
                     i64 from = seen_from(p, i), to = seen_to(p, i);
-                    float factor = from < to ? softmax(scores + i * (KEYS + 8), from, to, p.stop - p.first, scale, mi) : 1;
-                    if (from >= to) memset(scores + i * (KEYS + 8), 0, (p.stop - p.first) * sizeof(float));
+                    float factor = from < to ? softmax(scores + i * STRIDE, from, to, p.stop - p.first, scale, mi) : 1;
+                    if (from >= to) memset(scores + i * STRIDE, 0, (p.stop - p.first) * sizeof(float));
                     if (factor != 1)
                         for (i64 d = 0; d < value_dim; d++) oi[d] *= factor;
                 }
@@ -461,16 +551,15 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
     Heads Q = {q, strides[0], strides[1]}, K = {k, strides[2], strides[3]}, V = {v, strides[4], strides[5]};
     Heads G = {grad, heads * value_dim, value_dim};
     i64 group = heads / key_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    i64 together = heads_at_once(sequences, count, key_heads, threads);
+#pragma omp parallel for schedule(dynamic, together) num_threads(threads) if (threads > 1)
     for (i64 task = 0; task < count * key_heads; task++) {
         Sequence s = sequences[task / key_heads];
         i64 key_head = task % key_heads;
-        float *keys = scratch + thread_number() * scratch_size, *values = keys + (KEYS + 8) * dim;
-        float *weights = values + (KEYS + 8) * value_dim, *slopes = weights + (KEYS + 8) * TILE;
+        float *keys = scratch + thread_number() * scratch_size, *values = keys + STRIDE * dim;
+        float *weights = values + STRIDE * value_dim, *slopes = weights + STRIDE * TILE;
         clear(dk + (s.key * key_heads + key_head) * dim, s.keys, key_heads * dim, dim);
         clear(dv + (s.key * key_heads + key_head) * value_dim, s.keys, key_heads * value_dim, value_dim);
-        for (i64 head = key_head * group; head < (key_head + 1) * group; head++)
-            clear(dq + (s.query * heads + head) * dim, s.queries, heads * dim, dim);
         for (i64 key = 0; key < s.keys; key += KEYS) {
             transpose(at(K, s.key + key, key_head), K.token, least(KEYS, s.keys - key), dim, keys);
             transpose(at(V, s.key + key, key_head), V.token, least(KEYS, s.keys - key), value_dim, values);
@@ -478,13 +567,16 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                 for (i64 query = 0; query < s.queries; query += TILE) {
                     Part p = part_of(s, query, key, window);
                     if (p.first >= p.stop) continue;
-                    i64 token = s.query + query;
+                    i64 token = s.query + query, next = token + TILE, coming = least(TILE, s.queries - query - TILE);
+                    fetch(at(Q, next, head), Q.token, coming, dim);
+                    fetch(at(G, next, head), G.token, coming, value_dim);
+                    fetch(out + (next * heads + head) * value_dim, heads * value_dim, coming, value_dim);
                     scores_of(p, Q, token, head, keys + p.first - key, dim, weights);
                     scores_of(p, G, token, head, values + p.first - key, value_dim, slopes);
                     for (i64 i = 0; i < p.queries; i++) {
                         const float *o = out + ((token + i) * heads + head) * value_dim, *g = at(G, token + i, head);
                         const float *m = maxima + ((token + i) * heads + head) * 2;
-                        float *w = weights + i * (KEYS + 8), *slope = slopes + i * (KEYS + 8), mean = 0;
+                        float *w = weights + i * STRIDE, *slope = slopes + i * STRIDE, mean = 0;
                         int from = seen_from(p, i), to = seen_to(p, i);
 #pragma omp simd reduction(+ : mean)
                         for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
