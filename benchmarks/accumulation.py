@@ -12,7 +12,10 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
+from torch.profiler import ProfilerActivity, profile
 from trainers import PLAYS, base, llama, merged
 
 from samestep.config.load import from_dict
@@ -24,6 +27,16 @@ from samestep.run.setup import build_model, build_step, micro_batches
 
 ROWS = 16
 SETTINGS = base(llama(512, 6, 8, 1376, 32_000, 512), ROWS, ROWS, PLAYS, 4096)
+
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+
+
+def products(step: Callable[[], Any]) -> float:
+    """Seconds of matrix products in a step."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    return sum(event.self_cpu_time_total for event in seen.key_averages() if event.key in PRODUCTS) / 1e6
 
 
 def main() -> None:
@@ -48,9 +61,12 @@ def main() -> None:
                 step(split)
                 if turn:
                     times.append(time.perf_counter() - start)
+        of_products = [products(lambda split=split: step(split)) for split in splits]
     ratio = statistics.median(many / one for one, many in zip(*seconds, strict=True))
     one, many = (statistics.median(times) for times in seconds)
     print(f"1 micro-batch {one:.2f} s, {len(splits[1])} micro-batches {many:.2f} s, x{ratio:.3f}")  # noqa: T201
+    one, many = of_products
+    print(f"matrix products in them {one:.2f} s and {many:.2f} s, x{many / one:.3f}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -114,6 +114,17 @@ def test_tensorboard_has_the_curves(tiny, tmp_path):
     assert len(board.Scalars("eval/loss")) == 1
 
 
+def test_tensorboard_hides_what_a_resumed_run_wrote_before(tiny, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny("monitor.tensorboard.enable=true", "checkpoint.save_interleaved_steps=4")
+    Trainer(config).train()
+    Trainer(config, resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")).train()
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    assert [point.step for point in board.Scalars("train/loss")] == [*range(1, 9)]
+
+
 def test_save_max_keeps_the_newest(tiny, tmp_path):
     Trainer(tiny("checkpoint.save_interleaved_steps=1", "checkpoint.save_max=2")).train()
     names = [path.name for path in checkpoint.complete_folders(tmp_path / "run" / "checkpoints")]

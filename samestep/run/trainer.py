@@ -342,7 +342,8 @@ class Trainer:
 
         def tell() -> tuple[float, ...]:
             seconds = time.perf_counter() - start
-            measured = seconds, fetched - fetching, self.metrics.memory.bytes()
+            memory = self.metrics.memory.bytes() if self.world.size > 1 else 0  # alone, its row tells it
+            measured = seconds, fetched - fetching, memory
             return self.loop.stop_asked, *measured, *self.step.recovery.told
 
         self.monitor.begin(batches, self.step.loss_scale)
