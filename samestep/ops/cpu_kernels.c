@@ -225,6 +225,13 @@ void token_losses(float *logits, const i64 *labels, const float *weights, float 
     }
 }
 
+static double sum_of_squares(const float *x, i64 count) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (i64 i = 0; i < count; i++) sum += (double)x[i] * x[i];
+    return sum;
+}
+
 /* totals[t]: the sum of squares of counts[t] numbers at x[t], in double. `squares` holds a number for each PIECE. */
 void sums_of_squares(const float *const *x, const i64 *counts, i64 tensors, double *squares, double *totals,
                      int threads) {
@@ -233,11 +240,8 @@ void sums_of_squares(const float *const *x, const i64 *counts, i64 tensors, doub
         i64 pieces = (counts[t] + PIECE - 1) / PIECE;
         _Pragma("omp for schedule(static) nowait")
         for (i64 piece = 0; piece < pieces; piece++) {
-            i64 stop = least((piece + 1) * PIECE, counts[t]);
-            double sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (i64 i = piece * PIECE; i < stop; i++) sum += (double)x[t][i] * x[t][i];
-            squares[first + piece] = sum;
+            i64 start = piece * PIECE;
+            squares[first + piece] = sum_of_squares(x[t] + start, least(PIECE, counts[t] - start));
         }
         first += pieces;
     }
