@@ -507,6 +507,15 @@ def test_a_block_of_operators_compiles_without_a_break():
         assert distance(got, expected) < 1e-2
 
 
+def test_a_compiled_norm_adds_up_the_gradient_of_its_weight_without_losing_digits():
+    norm = ops.FusedRMSNorm(64)
+    x, grad = torch.randn(8192, 64), torch.randn(8192, 64)
+    torch.compile(norm)(x).backward(grad)
+    wide_x = x.double()
+    truth = (grad.double() * wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + norm.eps)).sum(0)
+    assert distance(norm.weight.grad, truth) < 2e-7
+
+
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_sparse_gradients_of_a_table_add_up_in_the_sink(tied, padding_idx):

@@ -58,7 +58,9 @@ class _RMSNormFunction(torch.autograd.Function):
         buffer = (grad * x_wide).mul_(scale)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = buffer.reshape(-1, buffer.shape[-1]).sum(0).to(weight_D.dtype)
+            # A compiled sum adds row after row: in float32 it would lose a digit over a thousand of them.
+            exact = torch.float64 if torch.compiler.is_compiling() else None
+            dweight = buffer.reshape(-1, buffer.shape[-1]).sum(0, dtype=exact).to(weight_D.dtype)
         if ctx.needs_input_grad[0]:
             projection = (buffer @ weight).unsqueeze(-1).div_(weight.numel())
             torch.mul(grad, weight, out=buffer)
