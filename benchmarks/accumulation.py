@@ -12,30 +12,29 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from torch.profiler import ProfilerActivity, profile
 from trainers import PLAYS, base, llama, merged
 
 from samestep.config.load import from_dict
+from samestep.data.batch import Batch
 from samestep.data.dataset import load_data, make_order
 from samestep.length import in_steps
 from samestep.parallel.mesh import Mesh
 from samestep.run.allocator import keep_freed_memory
 from samestep.run.setup import build_model, build_step, micro_batches
+from samestep.step.step import TrainStep
 
 ROWS = 16
 SETTINGS = base(llama(512, 6, 8, 1376, 32_000, 512), ROWS, ROWS, PLAYS, 4096)
-
-
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
-def products(step: Callable[[], Any]) -> float:
+def products(step: TrainStep, split: Sequence[Batch]) -> float:
     """Seconds of matrix products in a step."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        step()
+        step(split)
     return sum(event.self_cpu_time_total for event in seen.key_averages() if event.key in PRODUCTS) / 1e6
 
 
@@ -61,7 +60,7 @@ def main() -> None:
                 step(split)
                 if turn:
                     times.append(time.perf_counter() - start)
-        of_products = [products(lambda split=split: step(split)) for split in splits]
+        of_products = [products(step, split) for split in splits]
     ratio = statistics.median(many / one for one, many in zip(*seconds, strict=True))
     one, many = (statistics.median(times) for times in seconds)
     print(f"1 micro-batch {one:.2f} s, {len(splits[1])} micro-batches {many:.2f} s, x{ratio:.3f}")  # noqa: T201

@@ -126,7 +126,7 @@ def _kernels(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Any:
 
 
 def kernels_fit(queries: int, keys: int, *dims: int) -> bool:
-    """Whether the kernels for CPUs serve these sizes of a row and of a head; they compute in vectors of 8 numbers."""
+    """Whether the kernels for CPUs serve these sizes of a row and of a head; their shortest vector has 8 numbers."""
     return queries >= min(_LEAST_QUERIES, keys) and all(dim and dim % 8 == 0 for dim in dims)
 
 

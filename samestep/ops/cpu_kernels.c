@@ -255,13 +255,14 @@ void sums_of_squares(const float *const *x, const i64 *counts, i64 tensors, doub
 
    Causal softmax attention of one sequence after another, in parts of KEYS keys and TILE queries, whose scores lie in a
    thread's scratch memory. Sums over keys are rescaled when a larger score turns up (Milakov and Gimelshein 2018).
-   Products below a diagonal skip what is above it, in steps of ROWS and 8 columns.
+   Products below a diagonal skip what is above it, in steps of ROWS and LANES.
 */
 
 #define KEYS 512
 #define TILE 48
 #define DEPTH 128
-#ifdef __AVX512F__ /* the sums of ROWS rows and two vectors of columns fill three quarters of the registers */
+/* The sums of ROWS rows and two vectors of columns fill three quarters of the registers. */
+#ifdef __AVX512F__
 #define LANES 16
 #define ROWS 12
 #else
@@ -533,8 +534,11 @@ void attention(const float *q, const float *k, const float *v, float *out, float
                 for (i64 i = 0; i < p.queries; i++) {
                     float *oi = o + (query + i) * row, *mi = m + (query + i) * heads * 2;
                     i64 from = seen_from(p, i), to = seen_to(p, i);
-                    float factor = from < to ? softmax(scores + i * STRIDE, from, to, p.stop - p.first, scale, mi) : 1;
-                    if (from >= to) memset(scores + i * STRIDE, 0, (p.stop - p.first) * sizeof(float));
+                    if (from >= to) {
+                        blank(scores + i * STRIDE, from, to, p.stop - p.first);
+                        continue;
+                    }
+                    float factor = softmax(scores + i * STRIDE, from, to, p.stop - p.first, scale, mi);
                     if (factor != 1)
                         for (i64 d = 0; d < value_dim; d++) oi[d] *= factor;
                 }

@@ -1,7 +1,6 @@
 """The operators as functions in C, which run on all threads that PyTorch may use.
 
-Only called where `dispatch` says so. Operands are float32 on a CPU; no result depends on the number of
-threads.
+Only called where `dispatch` says so. Operands are float32 on a CPU; no result depends on the number of threads.
 
 Shape letters: N rows, D features, P positions of a table, R = D / 2, C tokens of a chunk, V vocabulary; in attention as
 in that file, and E for the head dimension of values.

@@ -21,7 +21,7 @@ FLAGS = (
     # What vectors need. Not -ffast-math: it may drop infinities and NaN, and lets a whole process flush tiny numbers.
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     # Compilers prefer half of AVX-512, lest old processors lower their clock; MKL's products use all of it anyway.
-    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )
 
 _SECONDS = 120
