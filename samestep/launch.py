@@ -6,6 +6,7 @@ variables that `torchrun` sets. Imports no torch.
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ _PRELOADED = (
 )
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves once one has failed."""
+_RESULT, _TOLD, _DIED, _UNEXPECTED = range(4)
+"""How a worker ends. Of several failures the first of the lowest kind is the cause: connections to a rank that is gone
+fail unexpectedly."""
 
 
 def context() -> ForkServerContext:
@@ -61,17 +66,16 @@ def run_ranks(
         TrainingError: a rank failed in another way, died, or the time is over; the others were ended.
     """
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        url = f"file://{Path(folder) / 'ranks'}"
         workers: list[tuple[Any, Connection]] = []
         try:
             for rank in range(world_size):
                 ours, theirs = context().Pipe(duplex=False)
-                call = (theirs, function, arguments, rank, world_size, url, threads)
+                call = (theirs, function, arguments, rank, world_size, folder, threads)
                 process = context().Process(target=_work, args=call, daemon=True)
                 process.start()
                 theirs.close()
                 workers.append((process, ours))
-            return _collect(workers, timeout)
+            return _collect(workers, timeout, folder)
         finally:
             for process, _ in workers:
                 process.kill()
@@ -84,23 +88,24 @@ def _work(
     arguments: Sequence[Any],
     rank: int,
     world_size: int,
-    url: str,
+    folder: str,
     threads: int,
 ) -> None:
     """The life of one worker."""
+    faulthandler.enable(_trace(folder, rank).open("w"))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update({"LOCAL_WORLD_SIZE": str(world_size), RENDEZVOUS: url})
+    os.environ.update({"LOCAL_WORLD_SIZE": str(world_size), RENDEZVOUS: f"file://{folder}/ranks"})
     import torch
 
     torch.set_num_threads(threads)
     try:
-        outcome = (True, function(*arguments))
+        outcome = (_RESULT, function(*arguments))
     except SamestepError as error:
-        outcome = (False, error)
+        outcome = (_TOLD, error)
     except BaseException as error:
-        outcome = (False, TrainingError(f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
+        outcome = (_UNEXPECTED, TrainingError(f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
     with suppress(BrokenPipeError):
         results.send_bytes(pickle.dumps(outcome))  # `send` would pass tensors as files that end with this process
     results.close()
@@ -108,10 +113,23 @@ def _work(
         torch.distributed.destroy_process_group()
 
 
-def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None) -> list[Any]:
+def _trace(folder: str, rank: int) -> Path:
+    """Where a worker that a signal such as SIGSEGV ends leaves word of what it was at."""
+    return Path(folder) / f"trace-{rank}"
+
+
+def _death(rank: int, code: int, folder: str) -> TrainingError:
+    cause = f"with exit code {code}" if code >= 0 else f"of signal {-code} ({signal.strsignal(-code)})"
+    trace = ""
+    with suppress(OSError):  # it died before it could open the file
+        trace = _trace(folder, rank).read_text(errors="replace").partition("Extension modules:")[0]
+    return TrainingError(f"rank {rank} died {cause}\n{trace}".rstrip())
+
+
+def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None, folder: str) -> list[Any]:
     waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
     results: list[Any] = [None] * len(workers)
-    failures: list[SamestepError] = []
+    failures: list[tuple[int, SamestepError]] = []
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while waiting:
         left = max(0.0, deadline - time.monotonic())
@@ -122,19 +140,18 @@ def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None) -
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                succeeded, value = pickle.loads(connection.recv_bytes())
+                outcome, value = pickle.loads(connection.recv_bytes())
             except EOFError:
                 process = workers[rank][0]
                 process.join()
-                succeeded, value = False, TrainingError(f"rank {rank} died with exit code {process.exitcode}")
-            if succeeded:
+                outcome, value = _DIED, _death(rank, process.exitcode, folder)
+            if outcome == _RESULT:
                 results[rank] = value
                 continue
-            if not failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            failures.append(value)
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            failures.append((outcome, value))
     if failures:
-        raise failures[0]
+        raise min(failures, key=itemgetter(0))[1]
     if waiting:
         raise TrainingError(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
     return results

@@ -1,5 +1,6 @@
 """Several ranks: the same run as one process, uneven data, other numbers of ranks on resume, and failing together."""
 
+import ctypes
 import json
 import math
 import os
@@ -74,6 +75,8 @@ def fail_alone(kind):
     if world.rank == 1:
         if kind == "die":
             os._exit(7)
+        if kind == "crash":
+            ctypes.string_at(0)
         raise DataError("row 5 is odd") if kind == "mistake" else RuntimeError("a bug")
     mesh.sum_(torch.ones(1))
 
@@ -93,15 +96,16 @@ def test_workers_meet_and_give_results():
         ("mistake", DataError, "row 5 is odd"),
         ("bug", TrainingError, "rank 1: RuntimeError('a bug')"),
         ("die", TrainingError, "rank 1 died with exit code 7"),
+        ("crash", TrainingError, "rank 1 died of signal 11 (Segmentation fault)\nFatal Python error"),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(kind, error, text):
-    """The others wait for it in a collective. Its own word comes first, except of one that cannot speak any more."""
+    """The others wait for it in a collective, which fails as well."""
     with pytest.raises(SamestepError) as caught:
         run_ranks(fail_alone, 3, kind)
-    if kind != "die" or "died" in str(caught.value):
-        assert isinstance(caught.value, error)
-        assert str(caught.value).startswith(text)
+    assert isinstance(caught.value, error)
+    assert str(caught.value).startswith(text)
+    assert kind != "crash" or "in fail_alone" in str(caught.value)
 
 
 def test_workers_that_do_not_end_are_ended():
