@@ -146,16 +146,14 @@ class _Layer:
         }
 
     def _norm(self, rows: int, size: int) -> int:
-        """What a norm keeps besides its input, for each of its rows: copies, and one or two numbers."""
+        """What a norm keeps besides its input, for each of its rows: numbers, and the twin copies."""
         spec, model = self._spec, self._config.model
         math, is_layer_norm = wide(model.layernorm_compute_dtype), spec.normalization == "LayerNorm"
         number = BYTES[math]
         copies = 0
         if not spec.fused_norm:  # of the input, and what divides and multiplies
             copies = number * (1 + is_layer_norm + (model.working_dtype != math))
-        elif is_layer_norm and model.layernorm_compute_dtype != model.working_dtype:
-            copies = BYTES[model.layernorm_compute_dtype]
-        return rows * (size * copies + number * (1 + is_layer_norm))
+        return rows * (size * copies + number * (1 + 2 * is_layer_norm))
 
     def _attention(self) -> tuple[int, int]:
         """Of the whole, and of the core alone; without the input of the projections."""

@@ -54,6 +54,16 @@ def plain_norm(x: Tensor, w: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w
 
 
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    module = ops.FusedLayerNorm(len(w), 1e-6, x.dtype)
+    return torch.func.functional_call(module, {"weight": w, "bias": b}, (x,))
+
+
+def plain_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-6) * w + b
+
+
 def plain_swiglu(limit: float | None):
     def function(gate: Tensor, up: Tensor) -> Tensor:
         if limit is not None:
@@ -108,6 +118,10 @@ LOSSES = [
 ]
 CASES = {
     **{f"norm {n}x{d}": (norm, plain_norm, [draw(n, d), draw(d, seed=1)]) for n, d in ((1, 1), (33, 7), (70, 300))},
+    **{
+        f"layer norm {n}x{d}": (layer_norm, plain_layer_norm, [3 + draw(n, d), draw(d, seed=1), draw(d, seed=2)])
+        for n, d in ((33, 7), (70, 300), (1, 64))
+    },
     "norm of large and small": (norm, plain_norm, [draw(40, 24) * torch.logspace(-3, 9, 40)[:, None], draw(24)]),
     **{
         f"swiglu {limit}": (
@@ -172,7 +186,7 @@ def test_attention_is_no_less_exact_than_plain_float32(case):
         ours = results(lambda *x: ops.attention(*x, window=window), inputs, torch.float32)
     assert calls == ["attention", "attention_backward"]
     for own, other, true in zip(ours, eager, truth, strict=True):
-        assert error(own, true) <= 1.25 * error(other, true) + 3e-8
+        assert error(own, true) <= 1.1 * error(other, true) + 3e-8
 
 
 def test_attention_with_scores_far_apart():
@@ -184,10 +198,11 @@ def test_attention_with_scores_far_apart():
     assert all(torch.isfinite(x).all() for x in ours)
 
 
-@pytest.mark.parametrize("case", ["norm", "swiglu", "rope", "loss", "attention", "squares"])
+@pytest.mark.parametrize("case", ["norm", "layer norm", "swiglu", "rope", "loss", "attention", "squares"])
 def test_the_number_of_threads_moves_no_bit(case):
     functions = {
         "norm": (norm, [draw(333, 80), draw(80)]),
+        "layer norm": (layer_norm, [draw(333, 80), draw(80), draw(80)]),
         "swiglu": (ops.swiglu, [draw(333, 80), draw(333, 80, seed=1)]),
         "rope": (rope, [draw(2, 7, 40, 64)]),
         "attention": (ops.attention, [draw(3, 130, 4, 32), draw(3, 130, 2, 32), draw(3, 130, 2, 32)]),
@@ -216,6 +231,8 @@ def test_what_is_not_a_number_stays_visible():
         x = draw(3, 16)
         x[1, 4] = bad
         assert not norm(x, torch.ones(16))[1].isfinite().all() and norm(x, torch.ones(16))[0].isfinite().all()
+        normed = layer_norm(x, torch.ones(16), torch.zeros(16))
+        assert not normed[1].isfinite().any() and normed[0].isfinite().all()
         assert not ops.swiglu(x, torch.ones(3, 16))[1, 4].isfinite()
         assert not squares([x], lambda g, _: g, torch.device("cpu")).isfinite()
         heads = x.view(1, 3, 2, 8)
@@ -227,6 +244,7 @@ def test_what_is_not_a_number_stays_visible():
 def test_of_nothing():
     for function, inputs in (
         (norm, [draw(0, 8), draw(8)]),
+        (layer_norm, [draw(0, 8), draw(8), torch.zeros(8)]),
         (ops.swiglu, [draw(0, 8), draw(0, 8)]),
         (ops.attention, [draw(0, 8, 2, 8), draw(0, 8, 2, 8), draw(0, 8, 2, 8)]),
     ):

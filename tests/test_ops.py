@@ -507,13 +507,38 @@ def test_a_block_of_operators_compiles_without_a_break():
         assert distance(got, expected) < 1e-2
 
 
-def test_a_compiled_norm_adds_up_the_gradient_of_its_weight_without_losing_digits():
-    norm = ops.FusedRMSNorm(64)
-    x, grad = torch.randn(8192, 64), torch.randn(8192, 64)
-    torch.compile(norm)(x).backward(grad)
-    wide_x = x.double()
-    truth = (grad.double() * wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + norm.eps)).sum(0)
-    assert distance(norm.weight.grad, truth) < 2e-7
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_gradient_of_a_row_looked_up_often_loses_no_digits(sparse):
+    """PyTorch's, which adds one occurrence after another in float32, would be 1e-6 off."""
+    table, ids = torch.randn(5, 64, requires_grad=True), torch.arange(40_000).view(8, -1) % 3
+    grad = torch.randn(*ids.shape, 64)
+    ops.embedding(table, ids, sparse=sparse).backward(grad)
+    truth = torch.zeros(5, 64, dtype=torch.float64).index_add_(0, ids.flatten(), grad.double().flatten(0, 1))
+    assert table.grad.is_sparse == sparse
+    assert distance(table.grad.to_dense(), truth) < 6e-8
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "linear"])
+def test_gradients_added_up_over_many_rows_lose_no_digits(name, compiled, compute):
+    """PyTorch's LayerNorm, and all that it compiles, would be 1e-6 off: they add row after row."""
+    x, grad = torch.randn(8192, 64).to(compute).float(), torch.randn(8192, 64).to(compute).float()
+    if name == "linear":
+        weight, bias = torch.randn(64, 64), torch.zeros(64, requires_grad=True)
+        function, parameters = lambda x: ops.linear(x, weight, bias, compute).float(), [bias]
+        truth = [grad.double().sum(0)]
+    else:
+        function = ops.get_norm_cls(name)(64, compute_dtype=compute)
+        parameters, unit = list(function.parameters()), x.double()
+        if name == "LayerNorm":
+            unit = unit - unit.mean(-1, keepdim=True)
+        unit = unit * torch.rsqrt(unit.square().mean(-1, keepdim=True) + function.eps)
+        truth = [(grad.double() * unit).sum(0), grad.double().sum(0)]
+    function = torch.compile(function, dynamic=False) if compiled else function
+    function(x).backward(grad)
+    for parameter, expected in zip(parameters, truth, strict=False):
+        assert distance(parameter.grad, expected) < 2.5e-7
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

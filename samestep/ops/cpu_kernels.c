@@ -127,6 +127,64 @@ void rms_norm_backward(const float *grad, const float *x, const float *weight, c
     }
 }
 
+/* moments[row]: the mean, what is lost of it in float32, and 1 / the standard deviation. */
+void layer_norm(const float *x, const float *weight, const float *bias, float *y, float *moments, i64 rows, i64 dim,
+                float eps, int threads) {
+    PARALLEL_SHARED
+    for (i64 row = 0; row < rows; row++) {
+        const float *xr = x + row * dim;
+        float *yr = y + row * dim, squares = 0;
+        double sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (i64 i = 0; i < dim; i++) sum += xr[i];
+        float mean = moments[3 * row] = (float)(sum / dim), rest = moments[3 * row + 1] = (float)(sum / dim - mean);
+#pragma omp simd reduction(+ : squares)
+        for (i64 i = 0; i < dim; i++) {
+            float centred = xr[i] - mean - rest;
+            squares += centred * centred;
+        }
+        float s = moments[3 * row + 2] = 1.0f / sqrtf(squares / dim + eps);
+#pragma omp simd
+        for (i64 i = 0; i < dim; i++) yr[i] = (xr[i] - mean - rest) * s * weight[i] + bias[i];
+    }
+}
+
+/* `partial` has room for two rows for each block. */
+void layer_norm_backward(const float *grad, const float *x, const float *weight, const float *moments, float *dx,
+                         float *dweight, float *dbias, float *partial, i64 rows, i64 dim, int threads) {
+    i64 blocks = (rows + BLOCK - 1) / BLOCK;
+    PARALLEL {
+        SHARED
+        for (i64 block = 0; block < blocks; block++) {
+            float *weights = partial + 2 * block * dim, *biases = weights + dim;
+            memset(weights, 0, 2 * dim * sizeof(float));
+            for (i64 row = block * BLOCK; row < least((block + 1) * BLOCK, rows); row++) {
+                const float *xr = x + row * dim, *gr = grad + row * dim;
+                const float mean = moments[3 * row], rest = moments[3 * row + 1], s = moments[3 * row + 2];
+                float *dr = dx + row * dim, sum = 0, product = 0;
+#pragma omp simd reduction(+ : sum, product)
+                for (i64 i = 0; i < dim; i++) {
+                    float unit = (xr[i] - mean - rest) * s;
+                    weights[i] += gr[i] * unit;
+                    biases[i] += gr[i];
+                    sum += gr[i] * weight[i];
+                    product += gr[i] * weight[i] * unit;
+                }
+                sum /= dim, product /= dim;
+#pragma omp simd
+                for (i64 i = 0; i < dim; i++)
+                    dr[i] = (gr[i] * weight[i] - sum - (xr[i] - mean - rest) * s * product) * s;
+            }
+        }
+        SHARED
+        for (i64 i = 0; i < 2 * dim; i++) {
+            double total = 0;
+            for (i64 block = 0; block < blocks; block++) total += partial[2 * block * dim + i];
+            *(i < dim ? dweight + i : dbias + i - dim) = (float)total;
+        }
+    }
+}
+
 void swiglu(const float *gate, const float *up, float *y, i64 count, float limit, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (threads > 1)
     for (i64 i = 0; i < count; i++) {
@@ -475,22 +533,24 @@ static inline void blank(float *row, i64 from, i64 to, i64 stop) {
     memset(row + up(to), 0, (after - up(to)) * sizeof(float));
 }
 
-/* A row of scores becomes weights relative to the largest score so far: maximum[0], while their sum so far is
-   maximum[1]. Returns what earlier weights have to be multiplied by. */
+/* A row of scores becomes weights relative to the largest scaled score so far: maximum[0], while their sum so far is
+   maximum[1]. Returns what earlier weights have to be multiplied by. A score is scaled and compared in one rounding. */
 static float softmax(float *row, int from, int to, i64 stop, float scale, float *maximum) {
-    float largest = maximum[0], sum = 0;
+    float largest = -INFINITY, sum = 0;
 #pragma omp simd reduction(max : largest)
     for (int key = down(from); key < (int)up(to); key++) {
         float score = key >= from && key < to ? row[key] : -INFINITY;
         largest = score > largest ? score : largest;
     }
+    largest *= scale;
+    largest = maximum[0] > largest ? maximum[0] : largest;
 #pragma omp simd reduction(+ : sum)
     for (int key = down(from); key < (int)up(to); key++) {
-        float weight = exponential((row[key] - largest) * scale);
+        float weight = exponential(row[key] * scale - largest);
         sum += row[key] = key >= from && key < to ? weight : 0.0f;
     }
     blank(row, from, to, stop);
-    float factor = maximum[1] ? exponential((maximum[0] - largest) * scale) : 1.0f;
+    float factor = maximum[1] ? exponential(maximum[0] - largest) : 1.0f;
     maximum[0] = largest;
     maximum[1] = maximum[1] * factor + sum;
     return factor;
@@ -505,7 +565,7 @@ static i64 heads_at_once(const Sequence *sequences, i64 count, i64 heads, int th
     return heads;
 }
 
-/* maxima[token][head]: the largest score before it is scaled, and the sum of weights relative to it. */
+/* maxima[token][head]: the largest scaled score, and the sum of weights relative to it. */
 void attention(const float *q, const float *k, const float *v, float *out, float *maxima, const i64 *strides,
                const Sequence *sequences, i64 count, i64 heads, i64 key_heads, i64 dim, i64 value_dim, i64 window,
                float scale, float *scratch, i64 scratch_size, int threads) {
@@ -575,6 +635,7 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                 for (i64 query = 0; query < s.queries; query += TILE) {
                     Part p = part_of(s, query, key, window);
                     if (p.first >= p.stop) continue;
+                    int whole = p.first == most(p.offset - window + 1, 0) && p.stop == p.offset + p.queries;
                     i64 token = s.query + query, next = token + TILE, coming = least(TILE, s.queries - query - TILE);
                     fetch(at(Q, next, head), Q.token, coming, dim);
                     fetch(at(G, next, head), G.token, coming, value_dim);
@@ -584,16 +645,20 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                     for (i64 i = 0; i < p.queries; i++) {
                         const float *o = out + ((token + i) * heads + head) * value_dim, *g = at(G, token + i, head);
                         const float *m = maxima + ((token + i) * heads + head) * 2;
-                        float *w = weights + i * STRIDE, *slope = slopes + i * STRIDE, mean = 0;
+                        float *w = weights + i * STRIDE, *slope = slopes + i * STRIDE, mean = 0, sum = 0;
                         int from = seen_from(p, i), to = seen_to(p, i);
+#pragma omp simd reduction(+ : sum)
+                        for (int j = down(from); j < (int)up(to); j++) {
+                            float weight = exponential(w[j] * scale - m[0]) / m[1];
+                            int seen = j >= from && j < to;
+                            w[j] = seen ? weight : 0.0f;
+                            sum += slope[j] = seen ? weight * slope[j] : 0.0f;
+                        }
 #pragma omp simd reduction(+ : mean)
                         for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
+                        if (whole) mean = sum;
 #pragma omp simd
-                        for (int j = down(from); j < (int)up(to); j++) {
-                            float weight = exponential((w[j] - m[0]) * scale) / m[1];
-                            w[j] = j >= from && j < to ? weight : 0.0f;
-                            slope[j] = j >= from && j < to ? weight * (slope[j] - mean) * scale : 0.0f;
-                        }
+                        for (int j = down(from); j < (int)up(to); j++) slope[j] = (slope[j] - w[j] * mean) * scale;
                         blank(w, from, to, p.stop - p.first);
                         blank(slope, from, to, p.stop - p.first);
                     }

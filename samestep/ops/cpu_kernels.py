@@ -27,6 +27,8 @@ _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float,
 _ARGUMENTS = {
     "rms_norm": [*[_POINTER] * 4, _LONG, _LONG, _FLOAT, _INT],
     "rms_norm_backward": [*[_POINTER] * 7, _LONG, _LONG, _INT],
+    "layer_norm": [*[_POINTER] * 5, _LONG, _LONG, _FLOAT, _INT],
+    "layer_norm_backward": [*[_POINTER] * 8, _LONG, _LONG, _INT],
     "swiglu": [*[_POINTER] * 3, _LONG, _FLOAT, _INT],
     "swiglu_backward": [*[_POINTER] * 5, _LONG, _FLOAT, _INT],
     "rope": [*[_POINTER] * 5, *[_LONG] * 6, _FLOAT, _INT],
@@ -99,6 +101,46 @@ def rms_norm_backward(
         _threads(x.numel()),
     )
     return dx, dweight_D
+
+
+def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` -> the normalized x, and what the backward pass needs of each row `[..., 3]`."""
+    x, weight_D, bias_D = x.contiguous(), weight_D.contiguous(), bias_D.contiguous()
+    y, moments, dim = torch.empty_like(x), x.new_empty(*x.shape[:-1], 3), x.shape[-1]
+    _functions().layer_norm(
+        x.data_ptr(),
+        weight_D.data_ptr(),
+        bias_D.data_ptr(),
+        y.data_ptr(),
+        moments.data_ptr(),
+        moments.numel() // 3,
+        dim,
+        eps,
+        _threads(x.numel()),
+    )
+    return y, moments
+
+
+def layer_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias. `moments` as `layer_norm` returned them."""
+    grad, x, weight_D, moments = (tensor.contiguous() for tensor in (grad, x, weight_D, moments))
+    rows, dim = moments.numel() // 3, x.shape[-1]
+    dx, dweight_D, dbias_D = torch.empty_like(x), torch.empty_like(weight_D), torch.empty_like(weight_D)
+    partial_BD = x.new_empty(2 * -(-rows // _constant("block_rows")), dim)
+    _functions().layer_norm_backward(
+        grad.data_ptr(),
+        x.data_ptr(),
+        weight_D.data_ptr(),
+        moments.data_ptr(),
+        dx.data_ptr(),
+        dweight_D.data_ptr(),
+        dbias_D.data_ptr(),
+        partial_BD.data_ptr(),
+        rows,
+        dim,
+        _threads(x.numel()),
+    )
+    return dx, dweight_D, dbias_D
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:

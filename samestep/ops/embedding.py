@@ -9,16 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_AT_ONCE = 1024
+"""Rows that are widened at once."""
+
 
 class _Lookup(torch.autograd.Function):
-    """Its gradient names the rows that were looked up, and no others: a dense one is as large as the table, and costs
-    as much for one token as for all of them. Occurrences of a row are added up first, in their order, as PyTorch's
-    dense gradient does, so that both give the same bits."""
+    """Occurrences of a row are added up in float64: in float32 thousands of the same letter would lose a digit. A
+    sparse gradient names the rows that were looked up, and no others: a dense one is as large as the table, and costs
+    as much for one token as for all of them."""
 
     @staticmethod
-    def forward(ctx: Any, table_VC: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(ctx: Any, table_VC: Tensor, ids: Tensor, padding_idx: int | None, sparse: bool) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.padding_idx = table_VC.shape, padding_idx
+        ctx.shape, ctx.padding_idx, ctx.sparse = table_VC.shape, padding_idx, sparse
         return F.embedding(ids, table_VC)
 
     @staticmethod
@@ -28,9 +31,16 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding_idx is not None:
             rows_NC = rows_NC.masked_fill((ids_N == ctx.padding_idx)[:, None], 0)
         named_K, place_N = ids_N.unique(return_inverse=True)
-        sums_KC = rows_NC.new_zeros(len(named_K), ctx.shape[1]).index_add_(0, place_N, rows_NC)
-        gradient = torch.sparse_coo_tensor(named_K[None], sums_KC, ctx.shape, check_invariants=False, is_coalesced=True)
-        return gradient, None, None
+        sums_KC = rows_NC.new_zeros(len(named_K), ctx.shape[1], dtype=torch.float64)
+        for places, rows in zip(place_N.split(_AT_ONCE), rows_NC.split(_AT_ONCE), strict=True):
+            sums_KC.index_add_(0, places, rows.double())
+        sums_KC = sums_KC.to(grad.dtype)
+        if ctx.sparse:
+            named_1K = named_K[None]
+            gradient = torch.sparse_coo_tensor(named_1K, sums_KC, ctx.shape, check_invariants=False, is_coalesced=True)
+        else:
+            gradient = grad.new_zeros(ctx.shape).index_copy_(0, named_K, sums_KC)
+        return gradient, None, None, None
 
 
 def embedding(table_VC: Tensor, ids: Tensor, *, padding_idx: int | None = None, sparse: bool = False) -> Tensor:
@@ -41,6 +51,6 @@ def embedding(table_VC: Tensor, ids: Tensor, *, padding_idx: int | None = None, 
         sparse: the gradient of the table is a sparse tensor, which whoever adds up gradients must be able to take. For
             CPUs: a GPU would be asked for the number of its rows.
     """
-    if sparse:
-        return _Lookup.apply(table_VC, ids, padding_idx)
+    if sparse or table_VC.device.type == "cpu":
+        return _Lookup.apply(table_VC, ids, padding_idx, sparse)
     return F.embedding(ids, table_VC, padding_idx=padding_idx)

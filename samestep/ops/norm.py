@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import ConfigError
-from samestep.ops.dispatch import kernels_for, reference_ops
-from samestep.ops.precision import wide
+from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, kernels_for, reference_ops
+from samestep.ops.precision import sum_rows, wide
 
 LARGEST_ROW = 32768
 """Features that one program of a Triton kernel can hold."""
@@ -58,14 +58,65 @@ class _RMSNormFunction(torch.autograd.Function):
         buffer = (grad * x_wide).mul_(scale)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            # A compiled sum adds row after row: in float32 it would lose a digit over a thousand of them.
-            exact = torch.float64 if torch.compiler.is_compiling() else None
-            dweight = buffer.reshape(-1, buffer.shape[-1]).sum(0, dtype=exact).to(weight_D.dtype)
+            dweight = sum_rows(buffer).to(weight_D.dtype)
         if ctx.needs_input_grad[0]:
             projection = (buffer @ weight).unsqueeze(-1).div_(weight.numel())
             torch.mul(grad, weight, out=buffer)
             dx = buffer.addcmul_(x_wide, projection.mul_(scale), value=-1).mul_(scale).to(x.dtype)
         return dx, dweight, None, None
+
+
+class _LayerNormFunction(torch.autograd.Function):
+    """LayerNorm that saves only its input and two numbers a row.
+
+    With xh = (x - mean(x)) / std(x) and u = g * w: dw = sum over rows of g * xh, db = that of g,
+    dx = (u - mean(u) - xh * mean(u * xh)) / std(x). Low dtypes as in RMSNorm. On a CPU PyTorch's own would add up dw
+    and db row after row, in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, compute: torch.dtype) -> Tensor:
+        ctx.compute = compute
+        if (kernels := _cpu_kernels(x, weight_D, bias_D, compute)) is not None:
+            y, moments = kernels.layer_norm(x, weight_D, bias_D, eps)
+            ctx.save_for_backward(x, weight_D, bias_D, moments)
+            return y
+        x_wide, weight, bias = (t.to(compute).to(wide(compute)) for t in (x, weight_D, bias_D))
+        y, mean, scale = torch.native_layer_norm(x_wide, x.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(x, weight_D, bias_D, mean, scale)
+        return y.to(compute).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_D, bias_D, *moments = ctx.saved_tensors
+        if len(moments) == 1:
+            kernels = cpu_kernels_again(x, weight_D, bias_D)
+            return *kernels.layer_norm_backward(grad, x, weight_D, moments[0]), None, None
+        mean, scale = moments
+        x_wide, weight, bias = (t.to(ctx.compute).to(scale.dtype) for t in (x, weight_D, bias_D))
+        grad, wanted = grad.to(scale.dtype), ctx.needs_input_grad
+        sums_itself = grad.device.type == "cpu"
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            grad,
+            x_wide,
+            x.shape[-1:],
+            mean,
+            scale,
+            weight,
+            bias,
+            [wanted[0], wanted[1] and not sums_itself, wanted[2] and not sums_itself],
+        )
+        if sums_itself:
+            dweight = sum_rows((x_wide - mean).mul_(scale).mul_(grad)) if wanted[1] else None
+            dbias = sum_rows(grad) if wanted[2] else None
+        gradients = zip((dx, dweight, dbias), (x, weight_D, bias_D), strict=True)
+        return *(None if g is None else g.to(like.dtype) for g, like in gradients), None, None
+
+
+def _cpu_kernels(x: Tensor, weight_D: Tensor, bias_D: Tensor, compute: torch.dtype) -> Any:
+    fits = weight_D.shape == bias_D.shape == x.shape[-1:] and compute is torch.float32
+    return cpu_kernels_for(x, weight_D, bias_D) if fits else None
 
 
 class _Norm(nn.Module, ABC):
@@ -147,8 +198,7 @@ class FusedLayerNorm(LayerNorm):
     def _normalize(self, x: Tensor) -> Tensor:
         if reference_ops():
             return super()._normalize(x)
-        c = self.compute_dtype
-        return F.layer_norm(x.to(c), (self.dim,), self.weight.to(c), self.bias.to(c), self.eps).to(x.dtype)
+        return _LayerNormFunction.apply(x, self.weight, self.bias, self.eps, self.compute_dtype)
 
 
 _CLASSES: dict[tuple[str, bool], type[_Norm]] = {

@@ -62,6 +62,35 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def sum_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`[..., D]` -> `[D]`, the sum of all rows, in `dtype` where it is given.
+
+    A sum that `torch.compile` makes for a CPU adds row after row, by which float32 would lose a digit over a thousand
+    of them; it is formed in float64 then, in the same time.
+    """
+    x_ND = x.reshape(-1, x.shape[-1])
+    if _adds_row_after_row(x):
+        return x_ND.sum(0, dtype=torch.float64).to(x.dtype if dtype is None else dtype)
+    return x_ND.sum(0, dtype=dtype)
+
+
+def _adds_row_after_row(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+class _AddToRows(torch.autograd.Function):
+    """x `[..., D]` + bias, whose gradient is a `sum_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias_D: Tensor) -> Tensor:
+        return x + bias_D
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, sum_rows(grad)
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of one model.
@@ -201,7 +230,7 @@ class _LowLinear(torch.autograd.Function):
             multiply = _matmul if weight_OI.dtype == operand else wide_matmul
             dweight = multiply(grad_NO.t(), x_NI.to(operand)).to(weight_OI.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = grad_NO.sum(0, dtype=wide(operand)).to(ctx.bias_dtype)
+            dbias = sum_rows(grad_NO, wide(operand)).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None, None
 
 
@@ -235,7 +264,7 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight = wide_matmul(grad_NO.t(), x_NI).to(weight_OI.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = grad_NO.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            dbias = sum_rows(grad_NO, torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias
 
 
@@ -280,8 +309,11 @@ def linear(
     out_dtype = compute_dtype if out_dtype is None else out_dtype
     if is_narrow(compute_dtype):
         return _LowLinear.apply(x, weight_OI, bias_O, compute_dtype, out_dtype, rounded_OI)
+    x, weight_OI = x.to(compute_dtype), weight_OI.to(compute_dtype)
     bias = None if bias_O is None else bias_O.to(compute_dtype)
-    return F.linear(x.to(compute_dtype), weight_OI.to(compute_dtype), bias).to(out_dtype)
+    if bias is not None and _adds_row_after_row(x):
+        return _AddToRows.apply(F.linear(x, weight_OI), bias).to(out_dtype)
+    return F.linear(x, weight_OI, bias).to(out_dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -268,6 +268,8 @@ class Observer:
         kind, where = kind_of(name), f"{kernel} in {name}"
         if kernel == "rms_norm" and kind in (NORM, HEAD_NORM):
             self._note(kind, {arguments[3]}, where)
+        elif kernel == "layer_norm" and kind in (NORM, HEAD_NORM):
+            self._note(kind, {arguments[0].dtype}, where)
         elif kernel == "rope":
             self._note(ROTARY, {arguments[1].dtype}, where)
         elif kernel == "attention":
