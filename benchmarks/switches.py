@@ -6,6 +6,7 @@ matrix products depends on where their memory happens to lie.
 kernels   samestep's kernels and blocks, or PyTorch's operators
 blocks    halves of a layer as one operator each, or part by part
 memory    freed memory is kept (`cpu.keep_freed_memory`), or given back as glibc does by itself after a while
+units     in bfloat16, on a CPU with units for it: products that are kept in float32 are made in them, or in float32
 
 python benchmarks/switches.py SWITCH [CASE] [--turns N]     CASE: one of benchmarks/trainers.py, with samples of one
                                                             length
@@ -14,6 +15,7 @@ python benchmarks/switches.py SWITCH [CASE] [--turns N]     CASE: one of benchma
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import resource
 import statistics
@@ -26,7 +28,7 @@ from trainers import cases
 
 from samestep.config.load import from_dict
 from samestep.model import blocks
-from samestep.ops import dispatch
+from samestep.ops import cross_entropy, dispatch, precision
 from samestep.run.allocator import MMAP_THRESHOLD, TRIM_THRESHOLD, keep_freed_memory
 from samestep.run.trainer import Events, Trainer
 
@@ -57,7 +59,19 @@ def memory() -> dict[bool, Callable[[], Any]]:
     return {True: keep_freed_memory, False: give_back}
 
 
-SWITCHES: dict[str, dict[bool, Callable[[], Any]]] = {"kernels": kernels(), "blocks": halves(), "memory": memory()}
+def units(inside: Callable[..., Any] = precision.in_bfloat16_units) -> dict[bool, Callable[[], None]]:
+    def switch(context: Callable[..., Any]) -> None:
+        precision.in_bfloat16_units = cross_entropy.in_bfloat16_units = context
+
+    return {True: lambda: switch(inside), False: lambda: switch(lambda *_: contextlib.nullcontext(False))}
+
+
+SWITCHES: dict[str, dict[bool, Callable[[], Any]]] = {
+    "kernels": kernels(),
+    "blocks": halves(),
+    "memory": memory(),
+    "units": units(),
+}
 
 
 def page_faults() -> int:
@@ -101,6 +115,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12)
     arguments = parser.parse_args()
     case = cases()[arguments.case]
+    if arguments.switch == "units":
+        case.config["model"]["compute_dtype"] = "bfloat16"
     turns = Turns(SWITCHES[arguments.switch], case.turn, arguments.turns)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(from_dict(case.config | {"output_dir": folder}).config, listeners=[turns]).train()

@@ -7,7 +7,7 @@ here again: every one says what it relies on, and falls back to something slower
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,14 @@ def _mkldnn_flag(name: str) -> bool:
 def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
     """`grad * d silu(x) / dx` in place of `grad`, in one pass over the data; both tensors of one shape and dtype."""
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight_D: Tensor, bias_D: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias, those that are wanted, of `torch.native_layer_norm` over the last dimension."""
+    function = torch.ops.aten.native_layer_norm_backward
+    return function(grad, x, x.shape[-1:], mean, scale, weight_D, bias_D, list(wanted))
 
 
 def has_hooks(tensor: Tensor) -> bool:

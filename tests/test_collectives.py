@@ -268,7 +268,8 @@ def test_memory_is_what_the_plan_says(shape: str):
         config = config_of(ranks, SHAPES[shape])
         measured = min(run_ranks(growth_of_step, ranks, config, reduce))
         predicted = growth_in(make_plan(config, ranks), reduce)
-        assert predicted == pytest.approx(measured, rel=0.15), (ranks, reduce)
+        # Matrix products of some processors take 4 MB less for themselves than those of others.
+        assert predicted == pytest.approx(measured, rel=0.15, abs=5e6), (ranks, reduce)
 
 
 KINDS: dict[str, dict[str, Any]] = {

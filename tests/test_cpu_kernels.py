@@ -241,6 +241,17 @@ def test_what_is_not_a_number_stays_visible():
         assert not ops.linear_cross_entropy(x, draw(9, 16), torch.arange(3), compute_dtype=torch.float32)[0].isfinite()
 
 
+def test_gradients_of_logits_are_rounded_to_bfloat16_as_pytorch_rounds():
+    logits, labels = 9 * draw(40, 999), torch.arange(40).unsqueeze(1)
+    logits[3, 5], logits[4, 6] = torch.nan, torch.inf
+    terms = {"z_loss_weight": 1e-3, "label_smoothing": 0.1, "softcap": None}
+    exact, rounded = logits.clone(), logits.clone()
+    for x in (exact, rounded):
+        cpu_kernels.token_losses_(x, labels, None, x, **terms, rounds=x is rounded)
+    assert torch.equal(rounded.nan_to_num(7), exact.bfloat16().float().nan_to_num(7))
+    assert not torch.equal(rounded.nan_to_num(7), exact.nan_to_num(7))
+
+
 def test_of_nothing():
     for function, inputs in (
         (norm, [draw(0, 8), draw(8)]),

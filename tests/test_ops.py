@@ -541,6 +541,30 @@ def test_gradients_added_up_over_many_rows_lose_no_digits(name, compiled, comput
         assert distance(parameter.grad, expected) < 2.5e-7
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_kept_wide_is_as_exact_as_one_in_float32(compiled, transposed):
+    """Also in units for bfloat16, which sum in float32, where the CPU has them; and only this product is in them."""
+    a, b = torch.randn(64, 300), torch.randn(300, 40)
+    low_a = a.t().contiguous().t().bfloat16() if transposed else a.bfloat16()
+    multiply = torch.compile(precision_module.wide_matmul) if compiled else precision_module.wide_matmul
+    product = multiply(low_a, b.bfloat16())
+    assert product.dtype is torch.float32
+    assert distance(product, low_a.double() @ b.bfloat16().double()) < 3e-7
+    assert not precision_module.cpu_rounds_to_bfloat16()
+    assert distance(a @ b, a.double() @ b.double()) < 1e-6
+
+
+def test_units_for_bfloat16_are_left_as_they_were_found():
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="inside"), precision_module.in_bfloat16_units(torch.bfloat16, cpu):
+        assert precision_module.cpu_rounds_to_bfloat16() == precision_module.has_native_matmul(torch.bfloat16, cpu)
+        raise RuntimeError("inside")
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        with precision_module.in_bfloat16_units(dtype, cpu):
+            assert not precision_module.cpu_rounds_to_bfloat16()
+
+
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_sparse_gradients_of_a_table_add_up_in_the_sink(tied, padding_idx):

@@ -232,10 +232,21 @@ i64 rope(const float *x, const float *cosines, const float *sines, const i64 *id
     return missing;
 }
 
-/* Logits are overwritten: by the gradient of the loss where it is wanted. softcap 0: none. */
+/* The number of bfloat16 next to x, of two the even one. */
+static inline float bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return x == x ? y : x;
+}
+
+/* Logits are overwritten: by the gradient of the loss where it is wanted, rounded to bfloat16 if `rounds`. softcap 0:
+   none. */
 void token_losses(float *logits, const i64 *labels, const float *weights, float *cross_entropy, float *logsumexp,
                   i64 rows, i64 vocabulary, float z_loss_weight, float smoothing, float softcap, int want_gradient,
-                  int threads) {
+                  int rounds, int threads) {
     PARALLEL_SHARED
     for (i64 row = 0; row < rows; row++) {
         float *l = logits + row * vocabulary, largest = -INFINITY;
@@ -280,6 +291,10 @@ void token_losses(float *logits, const i64 *labels, const float *weights, float 
             for (i64 i = 0; i < vocabulary; i++) l[i] = exponential(l[i] - largest) * factor - shift;
         }
         l[labels[row]] -= at_label;
+        if (rounds) {
+#pragma omp simd
+            for (i64 i = 0; i < vocabulary; i++) l[i] = bfloat16(l[i]);
+        }
     }
 }
 

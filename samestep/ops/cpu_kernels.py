@@ -32,7 +32,7 @@ _ARGUMENTS = {
     "swiglu": [*[_POINTER] * 3, _LONG, _FLOAT, _INT],
     "swiglu_backward": [*[_POINTER] * 5, _LONG, _FLOAT, _INT],
     "rope": [*[_POINTER] * 5, *[_LONG] * 6, _FLOAT, _INT],
-    "token_losses": [*[_POINTER] * 5, _LONG, _LONG, _FLOAT, _FLOAT, _FLOAT, _INT, _INT],
+    "token_losses": [*[_POINTER] * 5, _LONG, _LONG, _FLOAT, _FLOAT, _FLOAT, _INT, _INT, _INT],
     "attention_scratch": [_LONG],
     "attention": [*[_POINTER] * 7, *[_LONG] * 6, _FLOAT, _POINTER, _LONG, _INT],
     "attention_backward": [*[_POINTER] * 11, *[_LONG] * 6, _FLOAT, _POINTER, _LONG, _INT],
@@ -221,9 +221,11 @@ def token_losses_(
     z_loss_weight: float,
     label_smoothing: float,
     softcap: float | None,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy and logsumexp `[C, 1]` of each token, unweighted. The gradient of the weighted loss by the logits
-    is written over them where `gradient_CV` is `logits_CV`; None: not wanted. Labels must be in the vocabulary."""
+    is written over them where `gradient_CV` is `logits_CV`; None: not wanted. `rounds`: its numbers are rounded to
+    bfloat16. Labels must be in the vocabulary."""
     assert logits_CV.is_contiguous() and (gradient_CV is None or gradient_CV is logits_CV)
     labels_C1 = labels_C1.to(torch.int64).contiguous()
     weights_C1 = None if weights_C1 is None else weights_C1.contiguous()
@@ -239,6 +241,7 @@ def token_losses_(
         label_smoothing,
         softcap or 0.0,
         gradient_CV is not None,
+        rounds,
         _threads(logits_CV.numel()),
     )
     return cross_entropy_C1, logsumexp_C1

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.ops.dispatch import kernels_for, reference_ops
-from samestep.ops.precision import linear, rounded, wide, wide_matmul
+from samestep.ops.precision import in_bfloat16_units, linear, rounded, wide, wide_matmul
 
 # What a chunk of logits takes at most, with its derivative if they are capped. A GPU reads and writes the whole weight
 # gradient once a chunk, so it wants fewer of them. Free memory must not decide: the last bits of a run would go by it.
@@ -89,18 +89,22 @@ def linear_cross_entropy(
             ignore_index=ignore_index,
             loss_dtype=loss_dtype,
         )
-    return _LinearCrossEntropy.apply(
-        hidden_TD,
-        weight_VD,
-        labels_T,
-        weights_T,
-        _Terms(float(z_loss_weight), float(label_smoothing), softcap),
-        ignore_index,
-        compute_dtype,
-        loss_dtype,
-        chunk_tokens,
-        torch.is_grad_enabled(),
-    )
+    # All products are in its forward pass. Those that are summed in float64 stay as they are.
+    narrow = compute_dtype if wide(loss_dtype, compute_dtype) is torch.float32 else torch.float64
+    with in_bfloat16_units(narrow, hidden_TD.device) as rounds:
+        return _LinearCrossEntropy.apply(
+            hidden_TD,
+            weight_VD,
+            labels_T,
+            weights_T,
+            _Terms(float(z_loss_weight), float(label_smoothing), softcap),
+            ignore_index,
+            compute_dtype,
+            loss_dtype,
+            chunk_tokens,
+            rounds,
+            torch.is_grad_enabled(),
+        )
 
 
 def _check(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore_index: int) -> None:
@@ -132,12 +136,18 @@ def _check_terms(labels_T: Tensor, weights_T: Tensor | None, label_smoothing: fl
 
 
 def _token_losses_(
-    logits_CV: Tensor, labels_C1: Tensor, weights_C1: Tensor | None, terms: _Terms, gradient_CV: Tensor | None
+    logits_CV: Tensor,
+    labels_C1: Tensor,
+    weights_C1: Tensor | None,
+    terms: _Terms,
+    gradient_CV: Tensor | None,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy and logsumexp [C, 1] of each token, unweighted. `logits_CV` is overwritten.
 
     `gradient_CV` receives the gradient of `total` by the logits before the cap. It may be `logits_CV`, which then holds
-    logits, their exponentials and the gradient in turn; None: no gradient is wanted.
+    logits, their exponentials and the gradient in turn; None: no gradient is wanted. `rounds`: its numbers are rounded
+    to bfloat16.
     """
     kernels = kernels_for(logits_CV, compute=logits_CV.dtype)
     if kernels is not None:
@@ -149,6 +159,7 @@ def _token_losses_(
             z_loss_weight=terms.z_loss_weight,
             label_smoothing=terms.label_smoothing,
             softcap=terms.softcap,
+            rounds=rounds,
         )
     slope_CV = None
     if terms.softcap is not None:
@@ -174,6 +185,8 @@ def _token_losses_(
             exact_CV.mul_(slope_CV)
         if gradient_CV is not exact_CV:
             gradient_CV.copy_(exact_CV)
+        if rounds:
+            gradient_CV.copy_(gradient_CV.bfloat16())
     return logsumexp_C1 - expected_C1, logsumexp_C1
 
 
@@ -203,12 +216,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute: torch.dtype,
         loss_dtype: torch.dtype,
         chunk_tokens: int | None,
+        rounds: bool,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device, vocabulary = hidden_TD.device, weight_VD.shape[0]
         sum_dtype = wide(loss_dtype, compute)
-        # A GPU multiplies bfloat16 and sums in float32. Elsewhere the rounded operands are multiplied in float32;
-        # also for float16, in which small unscaled gradients of logits would vanish.
+        # A GPU multiplies bfloat16 and sums in float32; so do the units of a CPU, which are given float32. Elsewhere
+        # the rounded operands are multiplied in float32; also for float16, in which small unscaled gradients of logits
+        # would vanish.
         low = device.type == "cuda" and compute is torch.bfloat16 and sum_dtype is torch.float32
         operand = compute if low else sum_dtype
         head_VD = weight_VD.to(compute).to(operand)
@@ -247,6 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 None if weights_N1 is None else weights_N1[chunk],
                 terms,
                 dlogits_CV,
+                rounds,
             )
             if dlogits_CV is None:
                 continue
@@ -281,7 +297,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
 
         dhidden_TD, dweight_VD = ctx.saved_tensors
-        return scaled(dhidden_TD, ctx.dtypes[0]), scaled(dweight_VD, ctx.dtypes[1]), *[None] * 8
+        return scaled(dhidden_TD, ctx.dtypes[0]), scaled(dweight_VD, ctx.dtypes[1]), *[None] * 9
 
 
 def reference_linear_cross_entropy(

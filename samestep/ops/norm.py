@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from samestep import torch_private
 from samestep.errors import ConfigError
 from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, kernels_for, reference_ops
 from samestep.ops.precision import sum_rows, wide
@@ -67,7 +68,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class _LayerNormFunction(torch.autograd.Function):
-    """LayerNorm that saves only its input and two numbers a row.
+    """LayerNorm that saves only its input and two or three numbers a row.
 
     With xh = (x - mean(x)) / std(x) and u = g * w: dw = sum over rows of g * xh, db = that of g,
     dx = (u - mean(u) - xh * mean(u * xh)) / std(x). Low dtypes as in RMSNorm. On a CPU PyTorch's own would add up dw
@@ -97,16 +98,8 @@ class _LayerNormFunction(torch.autograd.Function):
         x_wide, weight, bias = (t.to(ctx.compute).to(scale.dtype) for t in (x, weight_D, bias_D))
         grad, wanted = grad.to(scale.dtype), ctx.needs_input_grad
         sums_itself = grad.device.type == "cpu"
-        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            grad,
-            x_wide,
-            x.shape[-1:],
-            mean,
-            scale,
-            weight,
-            bias,
-            [wanted[0], wanted[1] and not sums_itself, wanted[2] and not sums_itself],
-        )
+        asked = wanted[0], wanted[1] and not sums_itself, wanted[2] and not sums_itself
+        dx, dweight, dbias = torch_private.layer_norm_backward(grad, x_wide, mean, scale, weight, bias, asked)
         if sums_itself:
             dweight = sum_rows((x_wide - mean).mul_(scale).mul_(grad)) if wanted[1] else None
             dbias = sum_rows(grad) if wanted[2] else None

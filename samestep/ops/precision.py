@@ -5,6 +5,8 @@ Dtypes travel as a `Precision` value, never through globals or autocast.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -164,10 +166,61 @@ def has_native_matmul(dtype: torch.dtype, device: torch.device | str) -> bool:
     return torch.device(device).type != "cpu" or _CPU_HAS_UNITS.get(dtype, True)
 
 
+def _cpu_products() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # this module is another one once it is imported
+
+
+def cpu_rounds_to_bfloat16() -> bool:
+    """Whether float32 operands of products on a CPU are rounded to bfloat16 now; see `in_bfloat16_units`."""
+    return _cpu_products().fp32_precision == "bf16"
+
+
+@contextmanager
+def in_bfloat16_units(dtype: torch.dtype, device: torch.device) -> Iterator[bool]:
+    """Inside, a CPU with units for bfloat16 uses them for products of float32 operands, if `dtype` is bfloat16; gives
+    whether it does.
+
+    Operands must be numbers of bfloat16: others would be rounded to it in large products, and not in small ones. Sums
+    are float32. It holds for the whole process: nobody may multiply other numbers in another thread.
+    """
+    if not _in_units(dtype, device):
+        yield False
+        return
+    settings = _cpu_products()
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield True
+    finally:
+        settings.fp32_precision = before
+
+
+def _in_units(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype is torch.bfloat16 and device.type == "cpu" and _CPU_HAS_UNITS[dtype]
+
+
+def _product_in_units(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    with in_bfloat16_units(a_MK.dtype, a_MK.device):
+        return a_MK.float() @ b_KN.float()
+
+
+# For torch.compile, which cannot trace a setting that comes and goes.
+_compiled_product_in_units = torch.library.custom_op(
+    "samestep::product_in_bfloat16_units", _product_in_units, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
+)
+
+
+@_compiled_product_in_units.register_fake
+def _(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=torch.float32)
+
+
 def wide_matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """`a @ b`, both of one dtype, with the product kept in `wide(dtype)`: no rounding to bfloat16 or float16."""
     if is_narrow(a_MK.dtype) and a_MK.device.type == "cuda":
         return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    if _in_units(a_MK.dtype, a_MK.device):
+        multiply = _compiled_product_in_units if torch.compiler.is_compiling() else _product_in_units
+        return multiply(a_MK, b_KN)
     dtype = wide(a_MK.dtype)
     return a_MK.to(dtype) @ b_KN.to(dtype)
 

@@ -396,9 +396,11 @@ def token_losses_(
     z_loss_weight: float,
     label_smoothing: float,
     softcap: float | None,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy and logsumexp `[C, 1]` of each token, unweighted. The gradient of the weighted loss by the logits
-    goes to `gradient_CV`, of any dtype, which may be `logits_CV` itself; None: not wanted. Logits are float32."""
+    goes to `gradient_CV`, of any dtype, which may be `logits_CV` itself; None: not wanted. `rounds`: its numbers are
+    rounded to bfloat16. Logits are float32."""
     assert logits_CV.is_contiguous() and logits_CV.dtype == torch.float32
     assert gradient_CV is None or gradient_CV.is_contiguous()
     labels_C1 = labels_C1.contiguous()
@@ -427,4 +429,6 @@ def token_losses_(
                 SIZE=size,
                 num_warps=_warps(size),
             )
+    if rounds and gradient_CV is not None:
+        gradient_CV.copy_(gradient_CV.bfloat16())
     return cross_entropy_C1, logsumexp_C1

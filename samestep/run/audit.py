@@ -34,7 +34,7 @@ from samestep.model.linear import Linear
 from samestep.ops import float8, has_native_matmul, parse_dtype, wide
 from samestep.ops.dispatch import reference_ops, watch_kernels
 from samestep.ops.gradient_sink import ExactSink, GradientSink
-from samestep.ops.precision import is_narrow
+from samestep.ops.precision import cpu_rounds_to_bfloat16, is_narrow
 from samestep.parallel.data import is_distributed, local
 from samestep.step.objective import Objective
 from samestep.step.step import TrainStep
@@ -78,7 +78,7 @@ def _products(row: KindDtypes, device: torch.device, loss: torch.dtype) -> str |
     if row.products is not None:  # float8
         return row.products
     if row.kind == HEAD:
-        low = device.type == "cuda" and compute is torch.bfloat16 and loss is torch.float32
+        low = compute is torch.bfloat16 and has_native_matmul(compute, device) and loss is torch.float32
         runs = compute if low else wide(compute, loss)
     elif row.kind in PRODUCTS:
         runs = compute if has_native_matmul(compute, device) else wide(compute)
@@ -313,12 +313,13 @@ def _wrapped_dtypes(values: Iterable[Any]) -> set[torch.dtype]:
 
 
 def _arithmetic(arguments: Iterable[Any]) -> torch.dtype:
-    """The dtype that operands of several are widened to."""
+    """The dtype that operands of several are widened to, or rounded to by the units they are multiplied in."""
     found = _floating(arguments)
     dtype = found[0].dtype if found else torch.float32
     for tensor in found:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    rounds = dtype is torch.float32 and found[0].is_cpu and cpu_rounds_to_bfloat16()
+    return torch.bfloat16 if rounds else dtype
 
 
 def _candidates(tensor: Tensor, arithmetic: torch.dtype, narrowed: torch.dtype | None) -> set[torch.dtype]:
