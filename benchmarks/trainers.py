@@ -9,8 +9,8 @@ ratios of steps of the same round. Memory is the peak of the process's resident 
 python benchmarks/trainers.py [CASE ...] [--rounds N]
 
 fixed         pretraining, rows of one length, vocabulary of 32,000; also against the matrix products alone
-bfloat16      the same with operands of products in it, the Hugging Face Trainer with `bf16=True`: both round, and not at the
-              same places, so gradients agree to 2 % only
+bfloat16      the same in bfloat16, the Hugging Face Trainer with `bf16=True`; they round at other places, so gradients
+              need to agree to 2 % only
 chat          rows of natural length, only the assistant's turns are targets, vocabulary of 32,000
 vocabulary    vocabulary of 128,000, micro-batches of 4,096 tokens, few of them targets
 start         time from the start of the process to the end of its first step
