@@ -39,8 +39,8 @@ _PRELOADED = (
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves once one has failed."""
 _RESULT, _TOLD, _DIED, _UNEXPECTED = range(4)
-"""How a worker ends. Of several failures the first of the lowest kind is the cause: connections to a rank that is gone
-fail unexpectedly."""
+"""How a worker ends. Of several failures the first of the lowest kind is told of first: connections to a rank that is
+gone fail unexpectedly."""
 
 
 def context() -> ForkServerContext:
@@ -151,7 +151,10 @@ def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None, f
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             failures.append((outcome, value))
     if failures:
-        raise min(failures, key=itemgetter(0))[1]
+        outcome, cause = min(failures, key=itemgetter(0))
+        if outcome == _DIED:  # which may have been in consequence of something that nobody expected
+            cause = TrainingError("\n".join([str(cause), *(str(error) for kind, error in failures if kind != _DIED)]))
+        raise cause
     if waiting:
         raise TrainingError(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
     return results

@@ -198,6 +198,18 @@ def test_attention_with_scores_far_apart():
     assert all(torch.isfinite(x).all() for x in ours)
 
 
+def test_attention_with_scores_without_digits_after_the_point():
+    """The largest weight is 1 however large its score is, also where the scale is no power of two."""
+    for size in (1e6, 1e10, 1e14):
+        queries, keys, values = size * draw(1, 40, 1, 24), draw(1, 40, 1, 24, seed=1), draw(1, 40, 1, 24, seed=2)
+        out = ops.attention(queries, keys, values)
+        scores = torch.einsum("bshd,bthd->bhst", queries, keys).masked_fill(
+            torch.ones(40, 40).triu(1).bool(), -torch.inf
+        )
+        best = scores.argmax(-1)[0, 0]
+        assert torch.equal(out[0, :, 0], values[0, best, 0])
+
+
 @pytest.mark.parametrize("case", ["norm", "layer norm", "swiglu", "rope", "loss", "attention", "squares"])
 def test_the_number_of_threads_moves_no_bit(case):
     functions = {

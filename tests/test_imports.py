@@ -96,6 +96,7 @@ ORDER_INSIDE = {
     ),
     "ops": (
         "cpu_library",
+        "first_order",
         "dispatch",
         "float8",
         "precision",

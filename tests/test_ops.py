@@ -507,6 +507,29 @@ def test_a_block_of_operators_compiles_without_a_break():
         assert distance(got, expected) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "swiglu", "embedding", "linear"])
+def test_a_second_derivative_is_refused_and_not_lost(name):
+    """Also where the gradient that comes in is a constant, which autograd's own check lets pass."""
+    x, up = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    functions = {
+        "swiglu": lambda: ops.swiglu(x, up),
+        "embedding": lambda: ops.embedding(x, torch.tensor([0, 2])),
+        "linear": lambda: ops.linear(x, torch.randn(4, 8), None, torch.bfloat16),
+    }
+    out = functions[name]() if name in functions else ops.get_norm_cls(name)(8)(x)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad((out * torch.randn(out.shape)).sum(), x, create_graph=True)
+
+
+def test_a_table_is_looked_up_as_pytorch_looks_it_up():
+    for ids in (torch.tensor([[4, 1, 4]]), torch.tensor([[4, 1, 4]], dtype=torch.int32)):
+        for padding_idx in (None, 4, -1):
+            ours, theirs = (torch.ones(5, 3, requires_grad=True) for _ in range(2))
+            ops.embedding(ours, ids, padding_idx=padding_idx).sum().backward()
+            F.embedding(ids, theirs, padding_idx=padding_idx).sum().backward()
+            assert torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_gradient_of_a_row_looked_up_often_loses_no_digits(sparse):
     """PyTorch's, which adds one occurrence after another in float32, would be 1e-6 off."""
@@ -563,6 +586,12 @@ def test_units_for_bfloat16_are_left_as_they_were_found():
     for dtype in (torch.float32, torch.float64, torch.float16):
         with precision_module.in_bfloat16_units(dtype, cpu):
             assert not precision_module.cpu_rounds_to_bfloat16()
+    one, other = (precision_module.in_bfloat16_units(torch.bfloat16, cpu) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)  # as threads may
+    assert other.__exit__(None, None, None) is not True
+    assert not precision_module.cpu_rounds_to_bfloat16()
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
 from samestep.ops.dispatch import kernels_for, reference_ops
+from samestep.ops.first_order import first_order
 from samestep.ops.precision import wide
 
 
@@ -83,7 +83,7 @@ class _SwiGlu(torch.autograd.Function):
         return F.silu(gate_wide).mul_(up).to(gate.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dtype, limit = gate.dtype, ctx.limit

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from samestep.ops.cpu_kernels import Sequences
 from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, reference_ops
 from samestep.ops.dropout import attention_dropout_mask
+from samestep.ops.first_order import first_order
 from samestep.ops.precision import wide
 
 Span = tuple[int, int, int]
@@ -168,7 +168,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation gives them out a single time
         return None, *cpu_kernels_again(*saved[:3]).attention_backward(grad, *saved, *ctx.how), None, None, None
@@ -270,7 +270,7 @@ class _Gather(torch.autograd.Function):
         return x_N.index_select(0, index_M)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         (index_M,) = ctx.saved_tensors
         return grad_M.new_zeros(ctx.rows, *grad_M.shape[1:]).index_copy_(0, index_M, grad_M), None

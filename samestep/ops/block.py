@@ -24,6 +24,7 @@ from torch import Tensor
 from samestep.ops.attention import Span, as_tuples, kernels_fit, sequences_of
 from samestep.ops.cpu_kernels import Sequences
 from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, reference_ops, use_triton
+from samestep.ops.first_order import first_order
 from samestep.ops.norm import LARGEST_ROW
 
 F32 = torch.float32
@@ -122,17 +123,11 @@ def _is_served(x_BSC: Tensor, norm: Norm, *others: Tensor | None) -> bool:
     return fits and cpu_kernels_for(*given) is not None
 
 
-def _first_order(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
-    """A backward pass that cannot be differentiated, in the dtypes of the forward pass, wherever it is called.
-
-    `once_differentiable` would only refuse where the gradient that comes in is to be differentiated: that of the loss
-    head is not, and the second order would be lost without a word.
-    """
+def _without_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """A backward pass in the dtypes of the forward pass, wherever it is called."""
 
     @functools.wraps(backward)
     def run(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("a layer of samestep has no second derivative: create_graph=True is not possible")
         if not torch.is_autocast_enabled("cpu"):
             return backward(ctx, grad)
         with torch.autocast("cpu", enabled=False):
@@ -198,7 +193,8 @@ class _AttentionBlock(torch.autograd.Function):
         return y_BSC
 
     @staticmethod
-    @_first_order
+    @first_order
+    @_without_autocast
     def backward(ctx: Any, grad_BSC: Tensor) -> tuple[Tensor | None, ...]:
         how = ctx.how
         x_BSC, norm_C, scale, *rest = ctx.saved_tensors
@@ -299,7 +295,8 @@ class _FeedForwardBlock(torch.autograd.Function):
         return y_BSC
 
     @staticmethod
-    @_first_order
+    @first_order
+    @_without_autocast
     def backward(ctx: Any, grad_BSC: Tensor) -> tuple[Tensor | None, ...]:
         x_BSC, norm_C, scale, gate_NF, up_NF, weight_gate, weight_up, weight_down = ctx.saved_tensors
         kernels = cpu_kernels_again(grad_BSC, x_BSC)

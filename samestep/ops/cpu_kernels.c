@@ -548,24 +548,23 @@ static inline void blank(float *row, i64 from, i64 to, i64 stop) {
     memset(row + up(to), 0, (after - up(to)) * sizeof(float));
 }
 
-/* A row of scores becomes weights relative to the largest scaled score so far: maximum[0], while their sum so far is
-   maximum[1]. Returns what earlier weights have to be multiplied by. A score is scaled and compared in one rounding. */
+/* A row of scores becomes weights relative to the largest score so far: maximum[0], while their sum so far is
+   maximum[1]. Returns what earlier weights have to be multiplied by. Scores are scaled after the difference is taken,
+   or else the weight of the largest one would be 1 only as far as its score has digits after the point. */
 static float softmax(float *row, int from, int to, i64 stop, float scale, float *maximum) {
-    float largest = -INFINITY, sum = 0;
+    float largest = maximum[0], sum = 0;
 #pragma omp simd reduction(max : largest)
     for (int key = down(from); key < (int)up(to); key++) {
         float score = key >= from && key < to ? row[key] : -INFINITY;
         largest = score > largest ? score : largest;
     }
-    largest *= scale;
-    largest = maximum[0] > largest ? maximum[0] : largest;
 #pragma omp simd reduction(+ : sum)
     for (int key = down(from); key < (int)up(to); key++) {
-        float weight = exponential(row[key] * scale - largest);
+        float weight = exponential((row[key] - largest) * scale);
         sum += row[key] = key >= from && key < to ? weight : 0.0f;
     }
     blank(row, from, to, stop);
-    float factor = maximum[1] ? exponential(maximum[0] - largest) : 1.0f;
+    float factor = maximum[1] ? exponential((maximum[0] - largest) * scale) : 1.0f;
     maximum[0] = largest;
     maximum[1] = maximum[1] * factor + sum;
     return factor;
@@ -580,7 +579,7 @@ static i64 heads_at_once(const Sequence *sequences, i64 count, i64 heads, int th
     return heads;
 }
 
-/* maxima[token][head]: the largest scaled score, and the sum of weights relative to it. */
+/* maxima[token][head]: the largest score before it is scaled, and the sum of weights relative to it. */
 void attention(const float *q, const float *k, const float *v, float *out, float *maxima, const i64 *strides,
                const Sequence *sequences, i64 count, i64 heads, i64 key_heads, i64 dim, i64 value_dim, i64 window,
                float scale, float *scratch, i64 scratch_size, int threads) {
@@ -664,7 +663,7 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                         int from = seen_from(p, i), to = seen_to(p, i);
 #pragma omp simd reduction(+ : sum)
                         for (int j = down(from); j < (int)up(to); j++) {
-                            float weight = exponential(w[j] * scale - m[0]) / m[1];
+                            float weight = exponential((w[j] - m[0]) * scale) / m[1];
                             int seen = j >= from && j < to;
                             w[j] = seen ? weight : 0.0f;
                             sum += slope[j] = seen ? weight * slope[j] : 0.0f;
@@ -673,7 +672,8 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                         for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
                         if (whole) mean = sum;
 #pragma omp simd
-                        for (int j = down(from); j < (int)up(to); j++) slope[j] = (slope[j] - w[j] * mean) * scale;
+                        for (int j = down(from); j < (int)up(to); j++)
+                            slope[j] = j >= from && j < to ? (slope[j] - w[j] * mean) * scale : 0.0f;
                         blank(w, from, to, p.stop - p.first);
                         blank(slope, from, to, p.stop - p.first);
                     }

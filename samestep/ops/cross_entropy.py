@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.ops.dispatch import kernels_for, reference_ops
+from samestep.ops.first_order import first_order
 from samestep.ops.precision import in_bfloat16_units, linear, rounded, wide, wide_matmul
 
 # What a chunk of logits takes at most, with its derivative if they are capped. A GPU reads and writes the whole weight
@@ -285,7 +285,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # The weight gradient is as large as the head: it is copied only if somebody will read it again.
         kept = torch_private.graph_is_kept()

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-_AT_ONCE = 1024
-"""Rows that are widened at once."""
+from samestep.ops.first_order import first_order
+
+_AT_ONCE = 1 << 20
+"""Elements that are widened at once."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -25,16 +26,18 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(ids, table_VC)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids_N, rows_NC = ctx.saved_tensors[0].flatten(), grad.reshape(-1, ctx.shape[1])
         if ctx.padding_idx is not None:
             rows_NC = rows_NC.masked_fill((ids_N == ctx.padding_idx)[:, None], 0)
         named_K, place_N = ids_N.unique(return_inverse=True)
         sums_KC = rows_NC.new_zeros(len(named_K), ctx.shape[1], dtype=torch.float64)
-        for places, rows in zip(place_N.split(_AT_ONCE), rows_NC.split(_AT_ONCE), strict=True):
+        count = max(1, _AT_ONCE // max(1, ctx.shape[1]))
+        for places, rows in zip(place_N.split(count), rows_NC.split(count), strict=True):
             sums_KC.index_add_(0, places, rows.double())
         sums_KC = sums_KC.to(grad.dtype)
+        named_K = named_K.long()
         if ctx.sparse:
             named_1K = named_K[None]
             gradient = torch.sparse_coo_tensor(named_1K, sums_KC, ctx.shape, check_invariants=False, is_coalesced=True)
@@ -52,5 +55,6 @@ def embedding(table_VC: Tensor, ids: Tensor, *, padding_idx: int | None = None, 
             CPUs: a GPU would be asked for the number of its rows.
     """
     if sparse or table_VC.device.type == "cpu":
+        padding_idx = None if padding_idx is None else padding_idx % len(table_VC)
         return _Lookup.apply(table_VC, ids, padding_idx, sparse)
     return F.embedding(ids, table_VC, padding_idx=padding_idx)

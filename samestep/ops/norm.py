@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
 from samestep.ops.dispatch import cpu_kernels_again, cpu_kernels_for, kernels_for, reference_ops
+from samestep.ops.first_order import first_order
 from samestep.ops.precision import sum_rows, wide
 
 LARGEST_ROW = 32768
@@ -48,7 +48,7 @@ class _RMSNormFunction(torch.autograd.Function):
         return y.to(compute).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, scale = ctx.saved_tensors
         if (kernels := _kernels(x, weight_D, ctx.compute)) is not None:
@@ -88,7 +88,7 @@ class _LayerNormFunction(torch.autograd.Function):
         return y.to(compute).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, bias_D, *moments = ctx.saved_tensors
         if len(moments) == 1:

@@ -5,6 +5,7 @@ Dtypes travel as a `Precision` value, never through globals or autocast.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from samestep import torch_private
 from samestep.errors import ConfigError
 from samestep.ops import float8
 from samestep.ops.dispatch import reference_ops
+from samestep.ops.first_order import first_order
 from samestep.ops.float8 import FLOAT8
 
 _DTYPES = {
@@ -88,7 +89,7 @@ class _AddToRows(torch.autograd.Function):
         return x + bias_D
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, sum_rows(grad)
 
@@ -186,12 +187,35 @@ def in_bfloat16_units(dtype: torch.dtype, device: torch.device) -> Iterator[bool
     if not _in_units(dtype, device):
         yield False
         return
-    settings = _cpu_products()
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    _units.enter()
     try:
         yield True
     finally:
-        settings.fp32_precision = before
+        _units.leave()
+
+
+class _Units:
+    """Threads that are in the units at once: the first one sets what the last one takes back."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, "none"
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = _cpu_products().fp32_precision
+                if self._before != "bf16":
+                    _cpu_products().fp32_precision = "bf16"
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._before != "bf16":
+                _cpu_products().fp32_precision = self._before
+
+
+_units = _Units()
 
 
 def _in_units(dtype: torch.dtype, device: torch.device) -> bool:
@@ -263,7 +287,7 @@ class _LowLinear(torch.autograd.Function):
         return product_NO.to(out).view(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         shape, dtype = ctx.x_like
@@ -306,7 +330,7 @@ class _Float8Linear(torch.autograd.Function):
         return product_NO.view(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         shape, dtype = ctx.x_like

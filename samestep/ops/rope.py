@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from samestep.families import RopeScaling
 from samestep.ops.dispatch import kernels_for, reference_ops
+from samestep.ops.first_order import first_order
 from samestep.ops.precision import wide
 
 
@@ -158,7 +158,7 @@ class _Rope(torch.autograd.Function):
         return _rotate(x_BSHD, cos, sin, position_ids_BS, backwards=False)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_BSHD: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, position_ids_BS = ctx.saved_tensors
         return _rotate(grad_BSHD, cos, sin, position_ids_BS, backwards=True), None, None, None

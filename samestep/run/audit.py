@@ -318,7 +318,7 @@ def _arithmetic(arguments: Iterable[Any]) -> torch.dtype:
     dtype = found[0].dtype if found else torch.float32
     for tensor in found:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    rounds = dtype is torch.float32 and found[0].is_cpu and cpu_rounds_to_bfloat16()
+    rounds = dtype is torch.float32 and any(t.is_cpu for t in found) and cpu_rounds_to_bfloat16()
     return torch.bfloat16 if rounds else dtype
 
 
