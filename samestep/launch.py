@@ -126,6 +126,14 @@ def _death(rank: int, code: int, folder: str) -> TrainingError:
     return TrainingError(f"rank {rank} died {cause}\n{trace}".rstrip())
 
 
+def _cause(failures: Sequence[tuple[int, SamestepError]]) -> SamestepError:
+    outcome, error = min(failures, key=itemgetter(0))
+    if outcome != _DIED:
+        return error
+    # It may have died in consequence of something that nobody expected.
+    return TrainingError("\n".join([str(error), *(str(other) for kind, other in failures if kind != _DIED)]))
+
+
 def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None, folder: str) -> list[Any]:
     waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
     results: list[Any] = [None] * len(workers)
@@ -151,10 +159,7 @@ def _collect(workers: Sequence[tuple[Any, Connection]], timeout: float | None, f
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             failures.append((outcome, value))
     if failures:
-        outcome, cause = min(failures, key=itemgetter(0))
-        if outcome == _DIED:  # which may have been in consequence of something that nobody expected
-            cause = TrainingError("\n".join([str(cause), *(str(error) for kind, error in failures if kind != _DIED)]))
-        raise cause
+        raise _cause(failures)
     if waiting:
         raise TrainingError(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
     return results

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from samestep import launch
 from samestep.config.load import from_dict
 from samestep.data.batch import Batch
 from samestep.data.dataset import load_data, make_order
@@ -108,7 +109,14 @@ def test_a_rank_that_fails_ends_the_others(kind, error, text):
     assert isinstance(caught.value, error)
     assert str(caught.value).startswith(text)
     assert kind != "crash" or "in fail_alone" in str(caught.value)
-    assert kind not in ("die", "crash") or "RuntimeError" in str(caught.value)  # of those who waited, last
+
+
+def test_of_several_failures_a_mistake_is_told_first_and_a_death_with_what_nobody_expected():
+    died, mistake = (launch._DIED, TrainingError("rank 1 died")), (launch._TOLD, DataError("row 5 is odd"))
+    lost = (launch._UNEXPECTED, TrainingError("rank 0: gone"))
+    assert launch._cause([lost, died, mistake]) is mistake[1]
+    assert launch._cause([lost, lost]) is lost[1]
+    assert str(launch._cause([lost, died])) == "rank 1 died\nrank 0: gone"
 
 
 def test_workers_that_do_not_end_are_ended():

@@ -97,6 +97,16 @@ static void norm_products(i64 rows, const float *grad, const float *x, const flo
     }
 }
 
+/* sums[i]: of partial[block * stride + i] over the blocks. All threads call it. */
+static void add_up(const float *partial, i64 stride, i64 blocks, float *sums, i64 dim) {
+    SHARED
+    for (i64 i = 0; i < dim; i++) {
+        double total = 0;
+        for (i64 block = 0; block < blocks; block++) total += partial[block * stride + i];
+        sums[i] = (float)total;
+    }
+}
+
 void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *scale, float *dx,
                        float *dweight, float *partial, i64 rows, i64 dim, int threads) {
     i64 blocks = (rows + BLOCK - 1) / BLOCK;
@@ -118,12 +128,7 @@ void rms_norm_backward(const float *grad, const float *x, const float *weight, c
                 }
             }
         }
-        SHARED
-        for (i64 i = 0; i < dim; i++) {
-            double total = 0;
-            for (i64 block = 0; block < blocks; block++) total += partial[block * dim + i];
-            dweight[i] = (float)total;
-        }
+        add_up(partial, dim, blocks, dweight, dim);
     }
 }
 
@@ -176,12 +181,8 @@ void layer_norm_backward(const float *grad, const float *x, const float *weight,
                     dr[i] = (gr[i] * weight[i] - sum - (xr[i] - mean - rest) * s * product) * s;
             }
         }
-        SHARED
-        for (i64 i = 0; i < 2 * dim; i++) {
-            double total = 0;
-            for (i64 block = 0; block < blocks; block++) total += partial[2 * block * dim + i];
-            *(i < dim ? dweight + i : dbias + i - dim) = (float)total;
-        }
+        add_up(partial, 2 * dim, blocks, dweight, dim);
+        add_up(partial + dim, 2 * dim, blocks, dbias, dim);
     }
 }
 
@@ -659,18 +660,20 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                     for (i64 i = 0; i < p.queries; i++) {
                         const float *o = out + ((token + i) * heads + head) * value_dim, *g = at(G, token + i, head);
                         const float *m = maxima + ((token + i) * heads + head) * 2;
-                        float *w = weights + i * STRIDE, *slope = slopes + i * STRIDE, mean = 0, sum = 0;
+                        float *w = weights + i * STRIDE, *slope = slopes + i * STRIDE, mean = 0;
                         int from = seen_from(p, i), to = seen_to(p, i);
-#pragma omp simd reduction(+ : sum)
+#pragma omp simd reduction(+ : mean)
                         for (int j = down(from); j < (int)up(to); j++) {
                             float weight = exponential((w[j] - m[0]) * scale) / m[1];
                             int seen = j >= from && j < to;
                             w[j] = seen ? weight : 0.0f;
-                            sum += slope[j] = seen ? weight * slope[j] : 0.0f;
+                            mean += slope[j] = seen ? weight * slope[j] : 0.0f;
                         }
+                        if (!whole) { /* then the output knows of the other keys */
+                            mean = 0;
 #pragma omp simd reduction(+ : mean)
-                        for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
-                        if (whole) mean = sum;
+                            for (i64 d = 0; d < value_dim; d++) mean += o[d] * g[d];
+                        }
 #pragma omp simd
                         for (int j = down(from); j < (int)up(to); j++)
                             slope[j] = j >= from && j < to ? (slope[j] - w[j] * mean) * scale : 0.0f;
